@@ -1,0 +1,21 @@
+"""Ranks in the kernel: `launch` runs a function on fresh ranks, `World` keeps its ranks.
+
+Modules, from the outside in: `launch` (the kernel's side of a call), `report` (failures in sentences), `output` (what
+ranks print), `torchrun` (joining a world that exists), `nursery` and `spawned` (where ranks come from), `rank` (what runs
+in one), `wire` (what travels), `frames` (whose line is it).
+"""
+
+from .launch import RankError, RankTimeout, World, launch
+from .nursery import warm as _start_nursery
+
+__all__ = ["launch", "World", "RankError", "RankTimeout", "warm"]
+
+
+def warm() -> None:
+    """Start preparing ranks in the background, unless this process is itself a rank or one of `torchrun`'s."""
+    import os
+
+    from . import torchrun
+
+    if not (os.environ.get("COURSE_UTILS_RANK") or os.environ.get("COURSE_UTILS_NO_WARM") or torchrun.present()):
+        _start_nursery()

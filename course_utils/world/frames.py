@@ -1,0 +1,50 @@
+"""Whose line is it? Naming places in code the way a learner would: the line of the cell."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = (
+    *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    _PACKAGE,
+    "<frozen ",
+)
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+def is_mine(filename: str) -> bool:
+    """True for the learner's own code: neither a library's nor the course's."""
+    return not filename.startswith(_LIBRARIES) and _TORCH not in filename and filename != "<string>"
+
+
+def where(place: dict) -> str:
+    """`line 3 of the cell: dist.all_reduce(x)`"""
+    filename, line = place["file"], place["line"]
+    source = linecache.getline(filename, line).strip()
+    home = os.path.basename(filename) if os.path.exists(filename) else "the cell"
+    return f"line {line} of {home}" + (f": {source}" if source else "")
+
+
+def excerpt(place: dict, before: int = 2, after: int = 1) -> str:
+    """The lines around a place, with an arrow at it; empty when the source is not to be had."""
+    lines = linecache.getlines(place["file"])
+    here = place["line"]
+    if not 0 < here <= len(lines):
+        return ""
+    numbers = range(max(1, here - before), min(len(lines), here + after) + 1)
+    return "\n".join(f"{'-->' if n == here else '   '} {n:3} {lines[n - 1].rstrip()}".rstrip() for n in numbers)
+
+
+def mine(stack: list[dict]) -> list[dict]:
+    """The learner's part of a stack; where there is none, its innermost place."""
+    return [place for place in stack if is_mine(place["file"])] or stack[-1:]
+
+
+def of_crash(text: str) -> list[dict]:
+    """The stack in what `faulthandler` wrote, outermost first."""
+    found = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    return [{"file": file, "line": int(line), "name": name} for file, line, name in reversed(found)]

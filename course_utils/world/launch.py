@@ -1,0 +1,373 @@
+"""`launch` and `World`: the kernel's side of live ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import pickle
+import select
+import sys
+import time
+from multiprocessing import connection
+
+from . import frames, nursery, report, torchrun, wire
+from .output import Output, status_line
+
+GRACE = 0.25  # seconds that the other ranks have to fail or finish by themselves once one has failed
+MOST_RANKS = 120
+
+
+class RankError(RuntimeError):
+    """A rank failed, or the ranks did not do the same thing. The text is the whole report; `rank` failed first."""
+
+    def __init__(self, text: str, rank: int | None = None):
+        super().__init__(text)
+        self.rank = rank
+
+    def _render_traceback_(self):  # what a notebook shows: the report, not the way through this package
+        return f"{type(self).__name__}: {self}".splitlines()
+
+
+class RankTimeout(RankError):
+    """Some rank had not finished at the deadline; the text says, for every rank, where it was."""
+
+
+class World:
+    """`size` ranks and their process group, kept between calls.
+
+    The ranks run functions of the notebook as `torchrun` would run a script: the default process group is up, the seed
+    is set, each has one thread. What a function leaves on its rank (`global model`) is there for the next `run`. After a
+    failure the ranks are gone; make a new `World`.
+
+    Args:
+        size: the number of ranks.
+        device: "auto" (a GPU per rank and NCCL if there are enough GPUs, otherwise CPU and Gloo), "cpu" or "cuda".
+        seed: of torch, numpy and random, the same on every rank.
+        timeout: seconds that one `run` may take before it is stopped and explained; None for no limit.
+
+    Raises:
+        TypeError, ValueError: `size` is no whole number of at least 1, or `device` is unknown or not there.
+
+    >>> import torch, torch.distributed as dist
+    >>> def total():
+    ...     x = torch.tensor([float(dist.get_rank())])
+    ...     dist.all_reduce(x)
+    ...     return x.item()
+    >>> with World(2) as world:
+    ...     world.run(total)
+    [1.0, 1.0]
+    """
+
+    def __init__(self, size: int = 4, *, device: str = "auto", seed: int = 0, timeout: float | None = 60):
+        self.size = check_size(size)
+        self.device = check_device(device)
+        self.timeout = check_timeout(timeout)
+        self._joined: set[int] = set()
+        self._why_closed = ""
+        self._crew = None
+        self._torchrun = torchrun.joined(self.size, seed, self.timeout) if torchrun.present() else None
+        if self._torchrun:
+            return
+        if os.environ.get("COURSE_UTILS_RANK"):
+            raise RuntimeError("launch was called inside a rank: ranks can't start ranks; call it from the notebook itself")
+        if not nursery.wait_until_ready(0.5):
+            with status_line("preparing the ranks: they import torch once per kernel, which takes a few seconds ..."):
+                nursery.wait_until_ready()
+        self._crew = nursery.crew(self.size)
+        self._environment = nursery.changed_environment()
+        self._broadcast("join", device=device, seed=seed, environment=self._environment)
+
+    def run(self, fn, *args, timeout: float | None = ..., stream: bool = False, **kwargs) -> list:
+        """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
+
+        Args:
+            fn: any function, lambda or closure, also one defined in a cell. Tensors come back as CPU tensors.
+            timeout: seconds, instead of the world's own.
+            stream: print the ranks' lines as they come, instead of in rank order at the end.
+
+        Raises:
+            RankError: a rank raised or died, or the ranks' collectives did not match; the ranks are ended.
+            RankTimeout: the deadline passed; the report says where every rank was.
+        """
+        return self._run(fn, args, kwargs, self.timeout if timeout is ... else check_timeout(timeout), stream)
+
+    def _run(self, fn, args, kwargs, timeout, stream) -> list:
+        check_function(fn)
+        if self._torchrun:
+            return self._torchrun.run(fn, args, kwargs, timeout)
+        if self._crew is None:
+            raise RuntimeError(f"this World is closed{self._why_closed}: make a new one with World({self.size})")
+        try:
+            job, sources = wire.dumps((fn, args, kwargs))
+        except wire.Unsendable as error:
+            name = getattr(fn, "__qualname__", repr(fn))
+            raise TypeError(f"{name} or one of its arguments can't be sent to the ranks: {error}") from None
+        exchange = _Exchange(self._crew, stream)
+        try:
+            self._broadcast(
+                "run",
+                job=job,
+                sources=sources,
+                cwd=os.getcwd(),
+                path=list(sys.path),
+                environment=nursery.changed_environment(),
+            )
+            exchange.collect(math.inf if timeout is None else time.monotonic() + timeout)
+        except BaseException:  # an interrupt, most likely: end the ranks at once
+            self._end(" (its last call was interrupted)")
+            raise
+        exchange.print()
+        if exchange.refused:
+            self._end(" (its ranks could not join)")
+            raise exchange.refused
+        problem = exchange.problem(timeout)
+        if problem:
+            self._end(" after the failure of its last call")
+            raise problem
+        return [wire.loads(exchange.replies[rank][1]["value"]) for rank in range(self.size)]
+
+    def _broadcast(self, kind: str, **content) -> None:
+        message = pickle.dumps((kind, content), protocol=5)
+        for conn in self._crew.conns:
+            with contextlib.suppress(OSError):  # its end is noticed where replies are collected
+                conn.send_bytes(message)
+
+    def _end(self, why: str) -> None:
+        crew, self._crew, self._why_closed = self._crew, None, why
+        if crew is not None:
+            crew.kill()
+            crew.close()
+
+    def close(self) -> None:
+        """End the ranks. A closed world can be closed again."""
+        if self._torchrun:
+            self._torchrun.close()
+        elif self._crew is not None:
+            crew, self._crew = self._crew, None
+            message = pickle.dumps(("leave", {}))
+            for conn in crew.conns:
+                with contextlib.suppress(OSError):
+                    conn.send_bytes(message)
+            crew.wait(2)
+            crew.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __del__(self):
+        with contextlib.suppress(Exception):
+            if self._crew is not None:
+                self._crew.close()
+
+    def __repr__(self) -> str:
+        return f"World({self.size}, device={self.device!r})" + ("" if self._crew or self._torchrun else " (closed)")
+
+
+def launch(
+    fn,
+    *args,
+    world_size: int = 4,
+    device: str = "auto",
+    timeout: float | None = 60,
+    stream: bool = False,
+    seed: int = 0,
+    **kwargs,
+) -> list:
+    """Call `fn(*args, **kwargs)` on `world_size` fresh ranks and return one result per rank, in rank order.
+
+    Inside `fn` stands what would stand in a script for `torchrun`: the default process group is up, `dist.get_rank()`
+    works, the seed is set. Nothing of an earlier call survives in a fresh world. Under `torchrun` the same call joins
+    the world that is there.
+
+    Args and errors: as for `World` and `World.run`.
+
+    >>> import torch.distributed as dist
+    >>> launch(lambda base: base + dist.get_rank(), 10, world_size=2)
+    [10, 11]
+    """
+    check_function(fn)
+    with World(world_size, device=device, seed=seed, timeout=timeout) as world:
+        return world._run(fn, args, kwargs, world.timeout, stream)
+
+
+# ---------------------------------------------------------------- one call: everything that comes back
+
+
+class _Exchange:
+    """One call on a crew: collects replies and output until every rank has answered, or it is clear that some won't."""
+
+    def __init__(self, crew, stream: bool):
+        self.crew = crew
+        self.size = len(crew.conns)
+        self.outputs = [Output(rank, stream) for rank in range(self.size)]
+        self.replies: dict[int, tuple[str, dict]] = {}
+        self.places: dict[int, dict] = {}  # answers to "where"
+        self.lost: dict[int, float] = {}  # rank -> when its connection ended
+        self.refused: Exception | None = None
+        self.timed_out = False
+
+    def collect(self, deadline: float) -> None:
+        trouble = math.inf  # when the first failure was seen
+        while True:
+            missing = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
+            if not missing or self.refused:
+                break
+            until = min(deadline, trouble + GRACE)
+            left = until - time.monotonic()
+            if left <= 0:
+                self.timed_out = trouble == math.inf
+                break
+            self._wait(None if left == math.inf else left)
+            if trouble == math.inf and (self.lost or any(kind == "raised" for kind, _ in self.replies.values())):
+                trouble = time.monotonic()
+        if self.lost:
+            self._until(lambda: set(self.lost) <= set(self.crew.endings), 1)
+        self._drain()
+
+    def _until(self, condition, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition() and (left := end - time.monotonic()) > 0:
+            self._wait(left)
+
+    def _wait(self, seconds: float | None) -> None:
+        sources: dict = {conn: ("reply", r) for r, conn in enumerate(self.crew.conns) if r not in self.lost}
+        sources |= {out: ("output", r) for r, out in enumerate(self.crew.outputs) if not self.outputs[r].ended}
+        waitables = self.crew.waitables
+        for ready in connection.wait([*sources, *waitables], seconds):
+            if ready in waitables:
+                self.crew.read_endings()
+                continue
+            what, rank = sources[ready]
+            if what == "output":
+                self.outputs[rank].read(ready)
+            else:
+                self._reply(rank, ready)
+
+    def _reply(self, rank: int, conn) -> None:
+        try:
+            kind, content = pickle.loads(conn.recv_bytes())
+        except (EOFError, OSError):
+            self.lost.setdefault(rank, time.monotonic())
+            return
+        if kind == "where":
+            self.places[rank] = content
+        elif kind == "refused":
+            kinds = {"ValueError": ValueError}
+            self.refused = kinds.get(content["type"], RuntimeError)(report.clean(content["text"]))
+        elif kind != "joined":
+            self.replies[rank] = (kind, content)
+
+    def _drain(self) -> None:
+        """Everything that was printed before the answer is in the pipe by now."""
+        for rank, out in enumerate(self.crew.outputs):
+            while not self.outputs[rank].ended and connection.wait([out], 0):
+                self.outputs[rank].read(out)
+
+    def print(self) -> None:
+        for output in self.outputs:
+            output.print()
+
+    def ask_where(self, ranks, lines: bool = False, seconds: float = 1) -> None:
+        """Ask ranks where they are; `lines` adds the line of each collective, which is slow."""
+        self.places = {}
+        message = pickle.dumps(("where", {"frames": lines}))
+        asked = [r for r in ranks if r not in self.lost]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                self.crew.conns[rank].send_bytes(message)
+        self._until(lambda: all(r in self.places or r in self.lost for r in asked), seconds)
+
+    # ------------------------------------------------------------ what to say of it
+
+    def problem(self, timeout) -> RankError | None:
+        """The error to raise for this call; None if every rank returned and all called the same collectives."""
+        returned = [r for r, (kind, _) in self.replies.items() if kind == "done"]
+        if len(returned) == self.size:
+            if report.mismatch([self.replies[r][1]["records"] for r in range(self.size)], set(returned)) is None:
+                return None
+            self.ask_where(range(self.size), lines=True, seconds=10)
+            text = report.mismatch([self._fate(r).records for r in range(self.size)], set(returned))
+            return RankError(f"no result, for it would be wrong: {text}")
+        running = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
+        self.ask_where(running)
+        fates = [self._fate(r) for r in range(self.size)]
+        if report.mismatch([f.records for f in fates], set(returned)) is not None:
+            self.ask_where(range(self.size), lines=True, seconds=10)
+            fates = [self._fate(r) for r in range(self.size)]
+        if self.timed_out:
+            return RankTimeout(report.hang(fates, timeout))
+        rank, text = report.failure(fates)
+        return RankError(text, rank)
+
+    def _fate(self, rank: int) -> report.Fate:
+        kind, content = self.replies.get(rank, (None, {}))
+        place = self.places.get(rank, {})
+        records = place.get("records") or content.get("records") or []
+        if kind == "done":
+            return report.Fate(rank, "returned", records=records)
+        if kind == "raised":
+            return report.Fate(rank, "raised", content["time"], error=content, records=records)
+        if rank in self.lost:
+            status, notes = self.crew.endings.get(rank, (0, {}))
+            stack = frames.of_crash(notes.get("crash", ""))
+            if not stack and notes.get("place"):
+                stack = pickle.loads(notes["place"])
+            return report.Fate(rank, "died", self.lost[rank], stack=stack, status=status, records=records)
+        if rank in self.places:
+            return report.Fate(rank, "running", stack=place["stack"], waits=place["waits"], records=records)
+        return report.Fate(rank, "silent")
+
+
+# ---------------------------------------------------------------- what may be asked for
+
+
+def check_size(size) -> int:
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        size = operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f"world_size={size!r} is a {type(size).__name__}: expected a whole number of ranks, such as world_size=4"
+        ) from None
+    if size < 1:
+        raise ValueError(f"world_size={size}: a world has at least one rank; try world_size=4")
+    if size > MOST_RANKS:
+        raise ValueError(
+            f"world_size={size}: at most {MOST_RANKS} ranks can be started on one machine from a notebook, and a few per "
+            "core run well; for more, export the notebook and run it under torchrun on several machines"
+        )
+    return size
+
+
+def check_device(device) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r}: expected 'auto' (GPUs if there are enough, otherwise the CPU), 'cpu' or 'cuda'")
+    return device
+
+
+def check_timeout(timeout) -> float | None:
+    if timeout is None:
+        return None
+    try:
+        if isinstance(timeout, (bool, str)):
+            raise TypeError
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        raise TypeError(f"timeout={timeout!r}: expected a number of seconds, or None for no limit") from None
+    if not seconds > 0:
+        raise ValueError(f"timeout={timeout!r}: expected a positive number of seconds, or None for no limit")
+    return seconds
+
+
+def check_function(fn) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"the first argument is {fn!r:.60}, which is no function: pass the function itself, without calling it, as in "
+            "launch(work, world_size=4)"
+        )

@@ -1,0 +1,273 @@
+"""What went wrong in a world, in sentences: from the ranks' own words to one report.
+
+Pure functions on plain values; nothing here waits, prints or touches a process.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from dataclasses import dataclass, field
+
+from . import frames
+
+
+@dataclass
+class Fate:
+    """How one rank ended, or where it stood when the others failed."""
+
+    rank: int
+    kind: str  # "returned", "raised", "died", "running", "silent"
+    time: float = math.inf
+    error: dict = field(default_factory=dict)  # of "raised"
+    stack: list = field(default_factory=list)  # of "running" and "died"
+    waits: dict | None = None  # the call into torch.distributed it is in
+    records: list = field(default_factory=list)  # the collectives it called
+    status: int = 0  # of "died"
+
+
+def ranks_text(ranks) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 6 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def _verb(ranks, one: str, many: str) -> str:
+    return f"{ranks_text(ranks)} {one if len(ranks) == 1 else many}"
+
+
+# ---------------------------------------------------------------- did the ranks call the same things?
+
+_CAPACITY = 2000  # records that the flight recorder keeps
+_BY_OUTPUT = {"scatter"}  # only the root has an input
+_UNEVEN = {"all_to_all"}  # sizes may differ between ranks
+
+
+def _comparable(record) -> tuple:
+    """What must be equal on every rank for the call to mean anything."""
+    tensors = record["outputs"] if record["operation"] in _BY_OUTPUT else record["inputs"]
+    if record["operation"] in _UNEVEN:
+        return record["operation"], tuple(d for d, _ in tensors[:1]), None
+    return record["operation"], tuple(d for d, _ in tensors), tuple(math.prod(s) for _, s in tensors)
+
+
+def tensors_text(record) -> str:
+    tensors = record["outputs"] if record["operation"] in _BY_OUTPUT else record["inputs"]
+    shown = ", ".join(f"{dtype}{list(size)}" for dtype, size in tensors[:2])
+    return shown + (f" and {len(tensors) - 2} more" if len(tensors) > 2 else "")
+
+
+def _calls(records_of_rank: list[list[dict]]) -> dict:
+    """group -> rank -> the calls of this run, in order."""
+    calls: dict = {}
+    for rank, records in enumerate(records_of_rank):
+        if len(records) >= _CAPACITY:
+            continue  # the oldest are gone
+        for record in records:
+            calls.setdefault(record["group"], {}).setdefault(rank, []).append(record)
+    for (_, members), by_rank in calls.items():
+        for rank in members or ():
+            if rank < len(records_of_rank) and len(records_of_rank[rank]) < _CAPACITY:
+                by_rank.setdefault(rank, [])
+    return calls
+
+
+def mismatch(records_of_rank: list[list[dict]], finished: set[int] = frozenset()) -> str | None:
+    """The first collective that the ranks of a group did not call alike, in words; None if they all did.
+
+    A rank that has not called it counts only if it has `finished`: the others may still come.
+    """
+    for (name, members), by_rank in _calls(records_of_rank).items():
+        group = "" if name in ("0", "default_pg") or members is None else f" of the group of {ranks_text(members)}"
+        for i in range(max(map(len, by_rank.values()))):
+            present = {rank: calls[i] for rank, calls in by_rank.items() if i < len(calls)}
+            absent = [rank for rank, calls in by_rank.items() if i >= len(calls) and rank in finished]
+            by_what: dict = {}
+            for rank, record in present.items():
+                by_what.setdefault(_comparable(record), []).append(rank)
+            if len(by_what) > 1:
+                return _describe_difference(i + 1, group, present, by_what)
+            if absent and members is not None:
+                record = next(iter(present.values()))
+                what = record["operation"] + (f" of {tensors_text(record)}" if tensors_text(record) else "")
+                return (
+                    f"{_verb(present, 'calls', 'call')} collective #{i + 1}{group}, {what}{_place(record)}, "
+                    f"and {_verb(absent, 'returns', 'return')} without calling it"
+                )
+    return None
+
+
+def _place(record) -> str:
+    return f" ({frames.where(record['place'])})" if record.get("place") else ""
+
+
+def _describe_difference(number, group, present, by_what) -> str:
+    same_operation = len({what[0] for what in by_what}) == 1
+    parts = []
+    for ranks in by_what.values():
+        record = present[ranks[0]]
+        verb = "comes" if len(ranks) == 1 else "come"
+        what = f"{verb} with {tensors_text(record) or 'nothing'}"
+        if not same_operation:
+            what = f"call{'s' if len(ranks) == 1 else ''} {record['operation']}"
+            what += f" of {tensors_text(record)}" if tensors_text(record) else ""
+        parts.append(f"{ranks_text(ranks)} {what}{_place(record)}")
+    head = f"collective #{number}{group}"
+    if same_operation:
+        head = f"{next(iter(by_what))[0]}, " + head
+    return f"the ranks don't agree in {head}: " + "; ".join(parts)
+
+
+# ---------------------------------------------------------------- one report out of all fates
+
+_NOISE = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|onnection refused|remote process exited", re.I)
+
+
+def is_noise(fate: Fate) -> bool:
+    """Only the echo of another rank's end."""
+    return fate.kind == "raised" and bool(_NOISE.search(fate.error.get("text", "")))
+
+
+def clean(text: str) -> str:
+    """A message of torch's without its C++ stack and the numbers of ports."""
+    text = re.split(r"\nException raised from|\nC\+\+ CapturedTraceback", text)[0].rstrip()
+    text = re.sub(r"\[/[^\]]*/(gloo/[^\]]*)\]", r"[\1]", text)
+    return re.sub(r"\[?(127\.0\.0\.1|::1|localhost)\]?:\d+", "another rank", text)
+
+
+def failure(fates: list[Fate]) -> tuple[int, str]:
+    """The rank that failed first, and the report."""
+    failed = sorted((f for f in fates if f.kind in ("raised", "died")), key=lambda f: (is_noise(f), f.time))
+    first = failed[0]
+    same = [f for f in failed if f.kind == "raised" and first.kind == "raised" and _same_error(f, first)]
+    ranks = [f.rank for f in same] or [first.rank]
+    lines = [_headline(first, ranks, len(fates))]
+    different = mismatch([f.records for f in fates], {f.rank for f in fates if f.kind == "returned"})
+    if different:
+        lines.append(f"Why: {different}." if is_noise(first) or first.kind == "died" else f"Before that, {different}.")
+    lines += _where_it_failed(first)
+    others = [f for f in fates if f.rank not in ranks]
+    lines += _others(others, fates)
+    return first.rank, "\n".join(lines)
+
+
+def _same_error(a: Fate, b: Fate) -> bool:
+    return all(a.error.get(k) == b.error.get(k) for k in ("type", "text", "stack_of_error"))
+
+
+def _headline(fate: Fate, ranks, size: int) -> str:
+    who = "every rank" if len(ranks) == size > 1 else ranks_text(ranks)
+    if fate.kind == "died":
+        return f"{who} {ending(fate.status)}"
+    kind, text = fate.error["type"], clean(fate.error["text"])
+    if not kind:
+        return f"{who}: {text}"
+    return f"{who} raised {kind}" + (f": {text}" if text else "")
+
+
+def ending(status: int) -> str:
+    """The end of a process in words, from its wait status."""
+    if status & 0x7F:
+        number = status & 0x7F
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = {
+            "SIGKILL": ": usually the system had run out of memory",
+            "SIGABRT": ": a library gave up; its message is among the rank's output above",
+            "SIGSEGV": ": a crash in compiled code",
+        }.get(name, "")
+        return f"was ended by {name}{hint}"
+    return f"ended its own process with exit code {status >> 8}, in the middle of the call"
+
+
+def _where_it_failed(fate: Fate) -> list[str]:
+    stack = fate.error.get("stack_of_error") if fate.kind == "raised" else fate.stack
+    if not stack:
+        return []
+    places = frames.mine(stack)
+    lines = [f"  from {frames.where(place)}" for place in places[:-1]]
+    shown = frames.excerpt(places[-1])
+    lines.append(f"  in {frames.where(places[-1])}")
+    if shown:
+        lines[-1] = f"  in {places[-1]['name']}, {frames.where(places[-1]).split(':')[0]}:"
+        lines.append(shown)
+    if fate.kind == "died":
+        lines[0] = lines[0].replace("  in", "  it was last seen in", 1)
+    return lines
+
+
+def _doing(fate: Fate, pending: dict) -> str:
+    """What a rank is doing, as the end of a sentence."""
+    if fate.kind == "returned":
+        return "had returned"
+    if fate.kind == "raised":
+        kind = "lost its connection to another rank" if is_noise(fate) else f"raised {fate.error['type']}"
+        places = frames.mine(fate.error.get("stack_of_error") or [])
+        return kind + (f", {frames.where(places[-1])}" if places else "")
+    if fate.kind == "died":
+        return ending(fate.status)
+    if fate.kind == "silent":
+        return "did not answer (it is busy inside compiled code)"
+    place = frames.mine(fate.stack)
+    at = f", {frames.where(place[-1])}" if place else ""
+    if fate.rank in pending:
+        number, record = pending[fate.rank]
+        what = tensors_text(record)
+        return f"waiting in {record['operation']} (collective #{number})" + (f" of {what}" if what else "") + at
+    if fate.waits:
+        what = f" of {fate.waits['tensor']}" if fate.waits["tensor"] else ""
+        peer = f", {fate.waits['peer']}" if fate.waits["peer"] else ""
+        return f"waiting in {fate.waits['name']}{what}{peer}{at}"
+    return f"running{at}"
+
+
+def _pending(fates: list[Fate]) -> dict:
+    """rank -> (number, record) of the last collective it called and some member has not."""
+    pending = {}
+    for by_rank in _calls([f.records for f in fates]).values():
+        fewest = min(map(len, by_rank.values()))
+        for rank, calls in by_rank.items():
+            if len(calls) > fewest:
+                pending[rank] = (fewest + 1, calls[fewest])
+    return pending
+
+
+def _others(others: list[Fate], fates: list[Fate], tense: str = "was") -> list[str]:
+    pending = _pending(fates)
+    by_text: dict = {}
+    for fate in others:
+        by_text.setdefault(_doing(fate, pending), []).append(fate.rank)
+    lines = []
+    for text, ranks in by_text.items():
+        if text.startswith(("waiting", "running")):
+            be = ("was" if len(ranks) == 1 else "were") if tense == "was" else ("is" if len(ranks) == 1 else "are")
+            text = f"{be} {text}"
+        lines.append(f"  {ranks_text(ranks)} {text}")
+    return lines
+
+
+def hang(fates: list[Fate], seconds: float) -> str:
+    """The report at the deadline: for every rank the collective, the shapes and the line."""
+    running = [f for f in fates if f.kind in ("running", "silent")]
+    pending = _pending(fates)
+    waiting = [f for f in running if f.rank in pending or f.waits]
+    if not waiting:
+        head = f"{_verb([f.rank for f in running], 'was', 'were')} still running after {seconds:g} s"
+        head += ": if the work is only slow, give it more time with timeout=…"
+    else:
+        head = f"the ranks waited for each other until the timeout of {seconds:g} s"
+    lines = [head]
+    different = mismatch([f.records for f in fates], {f.rank for f in fates if f.kind == "returned"})
+    lines += _others(sorted(fates, key=lambda f: f not in waiting), fates)
+    missing = [f.rank for f in fates if pending and f.rank not in pending and f not in waiting]
+    if different:
+        lines.append(f"Why: {different}.")
+    elif missing and pending:
+        number, record = next(iter(pending.values()))
+        lines.append(f"Why: {_verb(missing, 'never came', 'never came')} to {record['operation']} (collective #{number}).")
+    elif waiting and not pending and {f.waits["name"] for f in waiting if f.waits} <= {"send", "recv"}:
+        lines.append("Why: each of them waits for a message that nobody is sending, or sends one that nobody receives.")
+    return "\n".join(lines)

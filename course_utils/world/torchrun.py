@@ -1,0 +1,3 @@
+"""placeholder"""
+def present(): return False
+def joined(*a): return None
