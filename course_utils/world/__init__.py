@@ -5,6 +5,9 @@ ranks print), `torchrun` (joining a world that exists), `nursery` and `spawned` 
 in one), `wire` (what travels), `frames` (whose line is it).
 """
 
+import os
+
+from . import torchrun
 from .launch import RankError, RankTimeout, World, launch
 from .nursery import warm as _start_nursery
 
@@ -13,9 +16,7 @@ __all__ = ["launch", "World", "RankError", "RankTimeout", "warm"]
 
 def warm() -> None:
     """Start preparing ranks in the background, unless this process is itself a rank or one of `torchrun`'s."""
-    import os
-
-    from . import torchrun
-
-    if not (os.environ.get("COURSE_UTILS_RANK") or os.environ.get("COURSE_UTILS_NO_WARM") or torchrun.present()):
+    if torchrun.present():
+        torchrun.quiet()
+    elif not (os.environ.get("COURSE_UTILS_RANK") or os.environ.get("COURSE_UTILS_NO_WARM")):
         _start_nursery()

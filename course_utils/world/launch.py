@@ -16,6 +16,7 @@ from . import frames, nursery, report, torchrun, wire
 from .output import Output, status_line
 
 GRACE = 0.25  # seconds that the other ranks have to fail or finish by themselves once one has failed
+FIRST_LOOK = 1.0  # seconds after which a call that isn't back is looked at, then after 3, 9, ... seconds
 MOST_RANKS = 120
 
 
@@ -31,7 +32,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError):
-    """Some rank had not finished at the deadline; the text says, for every rank, where it was."""
+    """The ranks waited for each other, until the deadline or without any hope; the text says where every rank was."""
 
 
 class World:
@@ -67,8 +68,9 @@ class World:
         self._joined: set[int] = set()
         self._why_closed = ""
         self._crew = None
-        self._torchrun = torchrun.joined(self.size, seed, self.timeout) if torchrun.present() else None
-        if self._torchrun:
+        self._torchrun = None
+        if torchrun.present():
+            self._torchrun = torchrun.JoinedWorld(self.size, device, seed, self.timeout)
             return
         if os.environ.get("COURSE_UTILS_RANK"):
             raise RuntimeError("launch was called inside a rank: ranks can't start ranks; call it from the notebook itself")
@@ -96,7 +98,7 @@ class World:
     def _run(self, fn, args, kwargs, timeout, stream) -> list:
         check_function(fn)
         if self._torchrun:
-            return self._torchrun.run(fn, args, kwargs, timeout)
+            return self._torchrun.run(fn, args, kwargs, stream)
         if self._crew is None:
             raise RuntimeError(f"this World is closed{self._why_closed}: make a new one with World({self.size})")
         try:
@@ -210,19 +212,28 @@ class _Exchange:
         self.lost: dict[int, float] = {}  # rank -> when its connection ended
         self.refused: Exception | None = None
         self.timed_out = False
+        self.stuck: str | None = None
 
     def collect(self, deadline: float) -> None:
         trouble = math.inf  # when the first failure was seen
+        start = time.monotonic()
+        next_look = start + FIRST_LOOK
         while True:
             missing = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
             if not missing or self.refused:
                 break
-            until = min(deadline, trouble + GRACE)
+            until = min(deadline, trouble + GRACE, next_look)
             left = until - time.monotonic()
-            if left <= 0:
+            if left > 0:
+                self._wait(None if left == math.inf else left)
+            elif until == next_look:  # the ranks are slow: is it certain that they can't ever finish?
+                self.stuck = report.stuck(self.fates(asking=missing))
+                if self.stuck:
+                    break
+                next_look = time.monotonic() + 2 * (time.monotonic() - start)
+            else:
                 self.timed_out = trouble == math.inf
                 break
-            self._wait(None if left == math.inf else left)
             if trouble == math.inf and (self.lost or any(kind == "raised" for kind, _ in self.replies.values())):
                 trouble = time.monotonic()
         if self.lost:
@@ -272,9 +283,11 @@ class _Exchange:
         for output in self.outputs:
             output.print()
 
-    def ask_where(self, ranks, lines: bool = False, seconds: float = 1) -> None:
+    def ask_where(self, ranks, lines: bool, seconds: float) -> None:
         """Ask ranks where they are; `lines` adds the line of each collective, which is slow."""
         self.places = {}
+        if not ranks:
+            return
         message = pickle.dumps(("where", {"frames": lines}))
         asked = [r for r in ranks if r not in self.lost]
         for rank in asked:
@@ -286,40 +299,42 @@ class _Exchange:
 
     def problem(self, timeout) -> RankError | None:
         """The error to raise for this call; None if every rank returned and all called the same collectives."""
-        returned = [r for r, (kind, _) in self.replies.items() if kind == "done"]
-        if len(returned) == self.size:
-            if report.mismatch([self.replies[r][1]["records"] for r in range(self.size)], set(returned)) is None:
-                return None
-            self.ask_where(range(self.size), lines=True, seconds=10)
-            text = report.mismatch([self._fate(r).records for r in range(self.size)], set(returned))
-            return RankError(f"no result, for it would be wrong: {text}")
-        running = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
-        self.ask_where(running)
-        fates = [self._fate(r) for r in range(self.size)]
-        if report.mismatch([f.records for f in fates], set(returned)) is not None:
-            self.ask_where(range(self.size), lines=True, seconds=10)
-            fates = [self._fate(r) for r in range(self.size)]
+        missing = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
+        fates = self.fates(asking=missing)
+        different = report.mismatch(fates) is not None
+        if different:  # once more, with the line of each collective: slow, and worth it now
+            fates = self.fates(asking=range(self.size), lines=True)
+        if self.stuck:
+            return RankTimeout(report.stuck(fates) or self.stuck)
         if self.timed_out:
             return RankTimeout(report.hang(fates, timeout))
-        rank, text = report.failure(fates)
-        return RankError(text, rank)
+        if any(fate.kind != "returned" for fate in fates):
+            rank, text = report.failure(fates)
+            return RankError(text, rank)
+        if different:
+            return RankError(f"no result, for it would be wrong: {report.mismatch(fates)}")
+        return None
+
+    def fates(self, asking, lines: bool = False) -> list[report.Fate]:
+        self.ask_where(asking, lines, seconds=10 if lines else 1)
+        return [self._fate(rank) for rank in range(self.size)]
 
     def _fate(self, rank: int) -> report.Fate:
         kind, content = self.replies.get(rank, (None, {}))
         place = self.places.get(rank, {})
-        records = place.get("records") or content.get("records") or []
+        calls = {what: place.get(what) or content.get(what) or [] for what in ("records", "messages")}
         if kind == "done":
-            return report.Fate(rank, "returned", records=records)
+            return report.Fate(rank, "returned", **calls)
         if kind == "raised":
-            return report.Fate(rank, "raised", content["time"], error=content, records=records)
+            return report.Fate(rank, "raised", content["time"], error=content, **calls)
         if rank in self.lost:
             status, notes = self.crew.endings.get(rank, (0, {}))
             stack = frames.of_crash(notes.get("crash", ""))
             if not stack and notes.get("place"):
                 stack = pickle.loads(notes["place"])
-            return report.Fate(rank, "died", self.lost[rank], stack=stack, status=status, records=records)
+            return report.Fate(rank, "died", self.lost[rank], stack=stack, status=status, **calls)
         if rank in self.places:
-            return report.Fate(rank, "running", stack=place["stack"], waits=place["waits"], records=records)
+            return report.Fate(rank, "running", stack=place["stack"], waits=place["waits"], **calls)
         return report.Fate(rank, "silent")
 
 

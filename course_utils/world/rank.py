@@ -25,7 +25,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from . import wire
+from . import messages, wire
 from .frames import is_mine, mine
 
 FOREVER = datetime.timedelta(days=1)  # the kernel keeps the deadlines: at its own timeout, a group would hide who waits
@@ -33,6 +33,9 @@ FOREVER = datetime.timedelta(days=1)  # the kernel keeps the deadlines: at its o
 for _new, _old in {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.items():
     if not hasattr(dist, _new):  # torch before 2.13
         setattr(dist, _new, getattr(dist, _old))
+
+
+_exit = os._exit
 
 
 class Rank:
@@ -57,9 +60,10 @@ class Rank:
                     self.note_place()
                     continue
                 kind, content = pickle.loads(self.conn.recv_bytes())
+                self.running = self.running or kind == "run"
             except (EOFError, OSError):
                 _end_children()
-                os._exit(0)
+                _exit(0)
             if kind == "where":
                 self.send("where", **self.where(content["frames"]))
             else:
@@ -68,12 +72,22 @@ class Rank:
     def where(self, frames: bool) -> dict:
         """What this rank is doing now, and the collectives it has called in this run."""
         stack = sys._current_frames().get(self.main_thread)
-        return {"stack": summarize(stack), "waits": waiting_in(stack), "records": flight_records(self.seen, frames)}
+        return {"stack": summarize(stack), "waits": waiting_in(stack), **self.calls(frames)}
+
+    def calls(self, frames: bool = False) -> dict:
+        """What this rank has called in this run: collectives, and messages between two ranks."""
+        return {"records": flight_records(self.seen, frames), "messages": list(messages.NOTES)}
 
     def note_place(self) -> None:
         data = pickle.dumps(mine(summarize(sys._current_frames().get(self.main_thread)))[-1:])
         if self.place is not None and len(data) <= 4092:
             self.place[: 4 + len(data)] = len(data).to_bytes(4, "big") + data
+
+    def exit(self, status: int) -> None:
+        """`os._exit`, which leaves no trace by itself."""
+        self.note_place()
+        self.flush_output()
+        _exit(status)
 
     # ------------------------------------------------------------ the main thread
 
@@ -115,7 +129,7 @@ class Rank:
         sys.path[:] = content["path"]
         change_environment(content["environment"])
         linecache.cache.update(content["sources"])
-        self.running = True
+        messages.NOTES.clear()
         try:
             try:
                 fn, args, kwargs = wire.loads(content["job"])
@@ -137,10 +151,10 @@ class Rank:
         except wire.Unsendable as error:
             text = f"it returned a {type(value).__qualname__}, which can't be sent back to the notebook: {error}"
             self.flush_output()
-            self.send("raised", time=time.monotonic(), type="", text=text, stack=[], waits=None, records=[])
+            self.send("raised", time=time.monotonic(), type="", text=text, stack_of_error=[])
             return
         self.flush_output()
-        self.send("done", value=payload, records=flight_records(self.seen))
+        self.send("done", value=payload, **self.calls())
 
     def flush_output(self) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -160,8 +174,10 @@ def main(rank: int, size: int, conn, listener, place=None, flush=None) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     warnings.resetwarnings()
     torch.set_num_threads(1)
+    messages.watch()
     self = Rank(rank, size, conn, place, flush)
     threading.Thread(target=self.listen, daemon=True).start()
+    os._exit = self.exit
     kind, settings = self.jobs.get()
     if kind == "join":
         try:
@@ -176,7 +192,7 @@ def main(rank: int, size: int, conn, listener, place=None, flush=None) -> None:
     leave()
     self.flush_output()
     _end_children()
-    os._exit(0)
+    _exit(0)
 
 
 def leave() -> None:

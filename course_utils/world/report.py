@@ -24,6 +24,7 @@ class Fate:
     stack: list = field(default_factory=list)  # of "running" and "died"
     waits: dict | None = None  # the call into torch.distributed it is in
     records: list = field(default_factory=list)  # the collectives it called
+    messages: list = field(default_factory=list)  # what it sent to and received from other ranks
     status: int = 0  # of "died"
 
 
@@ -44,6 +45,7 @@ def _verb(ranks, one: str, many: str) -> str:
 
 _CAPACITY = 2000  # records that the flight recorder keeps
 _BY_OUTPUT = {"scatter"}  # only the root has an input
+_ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _UNEVEN = {"all_to_all"}  # sizes may differ between ranks
 
 
@@ -76,11 +78,17 @@ def _calls(records_of_rank: list[list[dict]]) -> dict:
     return calls
 
 
-def mismatch(records_of_rank: list[list[dict]], finished: set[int] = frozenset()) -> str | None:
-    """The first collective that the ranks of a group did not call alike, in words; None if they all did.
+def mismatch(fates: list[Fate]) -> str | None:
+    """The first thing that ranks did not do alike, in words; None if there is none.
 
-    A rank that has not called it counts only if it has `finished`: the others may still come.
+    A rank that has not called a collective, or not received a message, counts only if it has returned: otherwise it may
+    still come.
     """
+    finished = {f.rank for f in fates if f.kind == "returned"}
+    return _collectives_differ([f.records for f in fates], finished) or _messages_differ(fates, finished)
+
+
+def _collectives_differ(records_of_rank, finished) -> str | None:
     for (name, members), by_rank in _calls(records_of_rank).items():
         group = "" if name in ("0", "default_pg") or members is None else f" of the group of {ranks_text(members)}"
         for i in range(max(map(len, by_rank.values()))):
@@ -98,6 +106,31 @@ def mismatch(records_of_rank: list[list[dict]], finished: set[int] = frozenset()
                     f"{_verb(present, 'calls', 'call')} collective #{i + 1}{group}, {what}{_place(record)}, "
                     f"and {_verb(absent, 'returns', 'return')} without calling it"
                 )
+    return None
+
+
+def _messages_differ(fates, finished) -> str | None:
+    sent: dict = {}
+    received: dict = {}
+    for fate in fates:
+        for m in fate.messages:
+            ends = (fate.rank, m["peer"]) if m["kind"] == "send" else (m["peer"], fate.rank)
+            (sent if m["kind"] == "send" else received).setdefault((*ends, m["group"], m["tag"]), []).append(m)
+    from_anyone = {f.rank for f in fates for m in f.messages if m["kind"] == "recv" and m["peer"] is None}
+    for (source, target, group, tag), out in sent.items():
+        into = received.get((source, target, group, tag), [])
+        if target in from_anyone:
+            continue
+        for i, (a, b) in enumerate(zip(out, into)):
+            if (a["dtype"], math.prod(a["size"])) != (b["dtype"], math.prod(b["size"])):
+                what = f"message #{i + 1} from rank {source} to rank {target}"
+                return f"{what} is sent as {a['dtype']}{a['size']} and received as {b['dtype']}{b['size']}"
+        if len(out) > len(into) and {source, target} <= finished:
+            extra = out[len(into)]
+            return (
+                f"rank {source} sends message #{len(into) + 1} to rank {target}, {extra['dtype']}{extra['size']}, "
+                f"and rank {target} returns without receiving it"
+            )
     return None
 
 
@@ -146,7 +179,7 @@ def failure(fates: list[Fate]) -> tuple[int, str]:
     same = [f for f in failed if f.kind == "raised" and first.kind == "raised" and _same_error(f, first)]
     ranks = [f.rank for f in same] or [first.rank]
     lines = [_headline(first, ranks, len(fates))]
-    different = mismatch([f.records for f in fates], {f.rank for f in fates if f.kind == "returned"})
+    different = mismatch(fates)
     if different:
         lines.append(f"Why: {different}." if is_noise(first) or first.kind == "died" else f"Before that, {different}.")
     lines += _where_it_failed(first)
@@ -180,7 +213,7 @@ def ending(status: int) -> str:
             "SIGSEGV": ": a crash in compiled code",
         }.get(name, "")
         return f"was ended by {name}{hint}"
-    return f"ended its own process with exit code {status >> 8}, in the middle of the call"
+    return f"ended the process with exit code {status >> 8}, in the middle of the call"
 
 
 def _where_it_failed(fate: Fate) -> list[str]:
@@ -204,15 +237,17 @@ def _doing(fate: Fate, pending: dict) -> str:
     if fate.kind == "returned":
         return "had returned"
     if fate.kind == "raised":
-        kind = "lost its connection to another rank" if is_noise(fate) else f"raised {fate.error['type']}"
-        places = frames.mine(fate.error.get("stack_of_error") or [])
-        return kind + (f", {frames.where(places[-1])}" if places else "")
+        place = frames.mine(fate.error.get("stack_of_error") or [])
+        at = f", {frames.where(place[-1])}" if place else ""
+        if not is_noise(fate):
+            return f"raised {fate.error['type']}{at}"
+    else:
+        place = frames.mine(fate.stack)
+        at = f", {frames.where(place[-1])}" if place else ""
     if fate.kind == "died":
         return ending(fate.status)
     if fate.kind == "silent":
         return "did not answer (it is busy inside compiled code)"
-    place = frames.mine(fate.stack)
-    at = f", {frames.where(place[-1])}" if place else ""
     if fate.rank in pending:
         number, record = pending[fate.rank]
         what = tensors_text(record)
@@ -221,7 +256,7 @@ def _doing(fate: Fate, pending: dict) -> str:
         what = f" of {fate.waits['tensor']}" if fate.waits["tensor"] else ""
         peer = f", {fate.waits['peer']}" if fate.waits["peer"] else ""
         return f"waiting in {fate.waits['name']}{what}{peer}{at}"
-    return f"running{at}"
+    return f"running{at}" if fate.kind == "running" else f"lost the connection to another rank{at}"
 
 
 def _pending(fates: list[Fate]) -> dict:
@@ -259,15 +294,30 @@ def hang(fates: list[Fate], seconds: float) -> str:
         head += ": if the work is only slow, give it more time with timeout=…"
     else:
         head = f"the ranks waited for each other until the timeout of {seconds:g} s"
-    lines = [head]
-    different = mismatch([f.records for f in fates], {f.rank for f in fates if f.kind == "returned"})
-    lines += _others(sorted(fates, key=lambda f: f not in waiting), fates)
-    missing = [f.rank for f in fates if pending and f.rank not in pending and f not in waiting]
+    return "\n".join([head, *_why(fates, waiting, pending), *_others(sorted(fates, key=lambda f: f not in waiting), fates)])
+
+
+def stuck(fates: list[Fate]) -> str | None:
+    """The report for ranks that can't ever finish, whatever time they are given; None while they may."""
+    if mismatch(fates) is None:
+        return None
+    head = "the ranks wait for each other and would do so forever"
+    return "\n".join([head, *_why(fates, [], _pending(fates)), *_others(fates, fates)])
+
+
+def _why(fates, waiting, pending) -> list[str]:
+    different = mismatch(fates)
     if different:
-        lines.append(f"Why: {different}.")
-    elif missing and pending:
+        return [f"Why: {different}."]
+    missing = [f.rank for f in fates if pending and f.rank not in pending and f not in waiting]
+    if missing:
         number, record = next(iter(pending.values()))
-        lines.append(f"Why: {_verb(missing, 'never came', 'never came')} to {record['operation']} (collective #{number}).")
-    elif waiting and not pending and {f.waits["name"] for f in waiting if f.waits} <= {"send", "recv"}:
-        lines.append("Why: each of them waits for a message that nobody is sending, or sends one that nobody receives.")
-    return "\n".join(lines)
+        return [f"Why: {ranks_text(missing)} never came to {record['operation']} (collective #{number})."]
+    roots = {(f.waits["name"], f.waits["peer"]): f.rank for f in waiting if f.waits and f.waits["peer"]}
+    names = {name for name, _ in roots}
+    if len(roots) > 1 and len(names) == 1 and names <= _ROOTED:
+        said = ", ".join(f"rank {rank} says {peer}" for (_, peer), rank in roots.items())
+        return [f"Why: the ranks don't agree on the root of {names.pop()}: {said}."]
+    if waiting and not pending and {f.waits["name"] for f in waiting if f.waits} <= {"send", "recv"}:
+        return ["Why: each of them waits for a message that nobody sends, or sends one that nobody receives."]
+    return []
