@@ -35,6 +35,12 @@ class RankTimeout(RankError):
     """The ranks waited for each other, until the deadline or without any hope; the text says where every rank was."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user interrupted a call; its ranks are ended. The text says where they were."""
+
+    _render_traceback_ = RankError._render_traceback_
+
+
 class World:
     """`size` ranks and their process group, kept between calls.
 
@@ -102,7 +108,7 @@ class World:
         if self._crew is None:
             raise RuntimeError(f"this World is closed{self._why_closed}: make a new one with World({self.size})")
         try:
-            job, sources = wire.dumps((fn, args, kwargs))
+            job, sources = wire.dumps((fn, args, kwargs), keep_namespace=True)
         except wire.Unsendable as error:
             name = getattr(fn, "__qualname__", repr(fn))
             raise TypeError(f"{name} or one of its arguments can't be sent to the ranks: {error}") from None
@@ -117,8 +123,13 @@ class World:
                 environment=nursery.changed_environment(),
             )
             exchange.collect(math.inf if timeout is None else time.monotonic() + timeout)
-        except BaseException:  # an interrupt, most likely: end the ranks at once
+        except KeyboardInterrupt:
+            text = exchange.interrupted()
             self._end(" (its last call was interrupted)")
+            exchange.print()
+            raise Interrupted(text) from None
+        except BaseException:
+            self._end(" after the failure of its last call")
             raise
         exchange.print()
         if exchange.refused:
@@ -315,8 +326,13 @@ class _Exchange:
             return RankError(f"no result, for it would be wrong: {report.mismatch(fates)}")
         return None
 
-    def fates(self, asking, lines: bool = False) -> list[report.Fate]:
-        self.ask_where(asking, lines, seconds=10 if lines else 1)
+    def interrupted(self) -> str:
+        fates = self.fates(asking=range(self.size), seconds=0.3)
+        self._drain()
+        return report.interrupted(fates)
+
+    def fates(self, asking, lines: bool = False, seconds: float = 1) -> list[report.Fate]:
+        self.ask_where(asking, lines, 10 if lines else seconds)
         return [self._fate(rank) for rank in range(self.size)]
 
     def _fate(self, rank: int) -> report.Fate:

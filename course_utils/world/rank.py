@@ -103,6 +103,7 @@ class Rank:
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.size))
         os.environ.update(LOCAL_WORLD_SIZE=str(self.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         change_environment(settings["environment"])
+        dist.set_debug_level_from_env()  # TORCH_DISTRIBUTED_DEBUG of a cell comes after torch was imported here
         if self.rank == 0:
             place = dict(is_master=True, master_listen_fd=listener.detach())
         else:

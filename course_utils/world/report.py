@@ -270,7 +270,7 @@ def _pending(fates: list[Fate]) -> dict:
     return pending
 
 
-def _others(others: list[Fate], fates: list[Fate], tense: str = "was") -> list[str]:
+def _others(others: list[Fate], fates: list[Fate]) -> list[str]:
     pending = _pending(fates)
     by_text: dict = {}
     for fate in others:
@@ -278,8 +278,7 @@ def _others(others: list[Fate], fates: list[Fate], tense: str = "was") -> list[s
     lines = []
     for text, ranks in by_text.items():
         if text.startswith(("waiting", "running")):
-            be = ("was" if len(ranks) == 1 else "were") if tense == "was" else ("is" if len(ranks) == 1 else "are")
-            text = f"{be} {text}"
+            text = f"{'was' if len(ranks) == 1 else 'were'} {text}"
         lines.append(f"  {ranks_text(ranks)} {text}")
     return lines
 
@@ -295,6 +294,10 @@ def hang(fates: list[Fate], seconds: float) -> str:
     else:
         head = f"the ranks waited for each other until the timeout of {seconds:g} s"
     return "\n".join([head, *_why(fates, waiting, pending), *_others(sorted(fates, key=lambda f: f not in waiting), fates)])
+
+
+def interrupted(fates: list[Fate]) -> str:
+    return "\n".join(["the call was interrupted, and its ranks are ended", *_others(fates, fates)])
 
 
 def stuck(fates: list[Fate]) -> str | None:

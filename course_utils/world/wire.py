@@ -8,6 +8,7 @@ shared memory or whole storages.
 
 from __future__ import annotations
 
+import builtins
 import io
 import linecache
 import pickle
@@ -17,15 +18,23 @@ import types
 import cloudpickle
 
 
-def _main_globals() -> dict:
-    return sys.modules["__main__"].__dict__
+_NAMESPACES: dict[str, dict] = {}  # on a rank: the globals of the notebook's functions, by module
 
 
-class _MainGlobals:
-    """Stands for the globals of the notebook's functions: unpickled, it is the `__main__` of that process."""
+def _namespace(module: str) -> dict:
+    if module == "__main__":
+        return sys.modules["__main__"].__dict__
+    return _NAMESPACES.setdefault(module, {"__name__": module, "__builtins__": builtins})
+
+
+class _Namespace:
+    """Stands for a function's globals: on a rank, the one namespace of all functions of that module."""
+
+    def __init__(self, module):
+        self.module = module
 
     def __reduce__(self):
-        return _main_globals, ()
+        return _namespace, (self.module,)
 
 
 class Unsendable(TypeError):
@@ -33,10 +42,10 @@ class Unsendable(TypeError):
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file):
+    def __init__(self, file, keep_namespace: bool):
         super().__init__(file, protocol=5)
+        self.keep_namespace = keep_namespace
         self.code_files: set[str] = set()
-        self.main_globals = _MainGlobals()
 
     def reducer_override(self, obj):
         if isinstance(obj, types.CodeType):
@@ -51,8 +60,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def _function_getnewargs(self, func):
         code, base, *rest = super()._function_getnewargs(func)
-        if func.__globals__ is _main_globals():
-            base = self.main_globals
+        if self.keep_namespace:
+            base = _Namespace(func.__globals__.get("__name__", "__main__"))
         return code, base, *rest
 
 
@@ -84,13 +93,15 @@ def _rebuild_tensor(data, dtype, shape, requires_grad, is_parameter):
     return t.requires_grad_(requires_grad)
 
 
-def dumps(value) -> tuple[bytes, dict]:
+def dumps(value, keep_namespace: bool = False) -> tuple[bytes, dict]:
     """The value as bytes, and the `linecache` entries of the cells whose code went along.
+
+    With `keep_namespace`, functions find on the other side the globals that earlier ones of their module left there.
 
     Raises `Unsendable` with the reason in one sentence.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, keep_namespace)
     try:
         pickler.dump(value)
     except Unsendable:
