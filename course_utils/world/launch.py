@@ -80,9 +80,12 @@ class World:
             return
         if os.environ.get("COURSE_UTILS_RANK"):
             raise RuntimeError("launch was called inside a rank: ranks can't start ranks; call it from the notebook itself")
-        if not nursery.wait_until_ready(0.5):
-            with status_line("preparing the ranks: they import torch once per kernel, which takes a few seconds ..."):
-                nursery.wait_until_ready()
+        try:
+            if not nursery.wait_until_ready(0.5):
+                with status_line("preparing the ranks: they import torch once per kernel, which takes a few seconds ..."):
+                    nursery.wait_until_ready()
+        except KeyboardInterrupt:
+            raise Interrupted("the call was interrupted while the ranks were being prepared") from None
         self._crew = nursery.crew(self.size)
         self._environment = nursery.changed_environment()
         self._broadcast("join", device=device, seed=seed, environment=self._environment)
