@@ -85,6 +85,11 @@ def test_results_are_values_of_the_cpu_without_a_graph(world):
     assert not product.requires_grad and product.device.type == "cpu" and not product.is_shared()
 
 
+def test_modules_travel_by_name_also_torch_ops():
+    ops = torch.ops
+    assert launch(lambda: ops.aten.add(1, 2), world_size=1) == [3]
+
+
 def test_a_model_can_be_sent(world):
     model = nn.Linear(2, 1)
     for weight in world.run(lambda m: m.weight, model):

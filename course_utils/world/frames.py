@@ -13,12 +13,15 @@ _LIBRARIES = (
     _PACKAGE,
     "<frozen ",
 )
+_COMPILED = re.compile(r"[/\\\\]torchinductor_[^/\\\\]*[/\\\\]|[/\\\\][a-z0-9]{2}[/\\\\]c[a-z0-9]{51}\.py$")  # torch.compile wrote it
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
 def is_mine(filename: str) -> bool:
     """True for the learner's own code: neither a library's nor the course's."""
-    return not filename.startswith(_LIBRARIES) and _TORCH not in filename and filename != "<string>"
+    if filename.startswith(_LIBRARIES) or filename == "<string>":
+        return False
+    return _TORCH not in filename and not _COMPILED.search(filename)
 
 
 def where(place: dict) -> str:

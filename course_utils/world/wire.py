@@ -9,6 +9,7 @@ shared memory or whole storages.
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import linecache
 import pickle
@@ -53,6 +54,8 @@ class _Pickler(cloudpickle.Pickler):
             build, args, *rest = cloudpickle.cloudpickle._code_reduce(obj)
             args = tuple(obj.co_filename if a == "<dynamic-code>" else a for a in args)
             return build, args, *rest
+        if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)  # cloudpickle would try `torch.ops` by value
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             return _reduce_tensor(torch, obj)
