@@ -13,7 +13,15 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def torchrun(script: Path, ranks: int, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(script),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
@@ -52,7 +60,11 @@ def test_launch_joins_prints_once_serves_fewer_ranks_and_says_so_for_more(tmp_pa
     draw = lines[3].partition("3.0, ")[2].partition(")")[0]
     assert lines[:4] == [*[f"[rank {r}] from a rank" for r in range(3)], f"all {[(3.0, float(draw))] * 3}"]
     assert lines[4:7] == ["[rank 0] from a rank", "[rank 1] from a rank", f"two {[(1.0, float(draw))] * 2}"]
-    assert lines[7:10] == ["[asked for 8 ranks, and this world has 3: running on 3]", "more [3, 3, 3]", "kept [0, 1, 2]"]
+    assert lines[7:10] == [
+        "[asked for 8 ranks, and this world has 3: running on 3]",
+        "more [3, 3, 3]",
+        "kept [0, 1, 2]",
+    ]
     assert lines[-1] == "again True"
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["went on to the end"] * 3
 

@@ -288,12 +288,16 @@ def test_a_result_instead_of_a_function_is_refused_with_the_way_to_do_it():
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 100, reason="this machine has 100 GPUs")
 def test_more_gpus_than_there_are_is_a_clear_error():
-    with pytest.raises(ValueError, match=r"device='cuda' with world_size=100 needs 100 GPUs, one for each rank, and this"):
+    with pytest.raises(
+        ValueError, match=r"device='cuda' with world_size=100 needs 100 GPUs, one for each rank, and this"
+    ):
         launch(total, world_size=100, device="cuda")
 
 
 def test_the_cpu_can_be_asked_for():
-    assert launch(lambda: (dist.get_backend(), str(torch.ones(1).device)), world_size=1, device="cpu") == [("gloo", "cpu")]
+    assert launch(lambda: (dist.get_backend(), str(torch.ones(1).device)), world_size=1, device="cpu") == [
+        ("gloo", "cpu")
+    ]
 
 
 def test_launch_inside_a_rank_says_what_is_wrong():
@@ -309,7 +313,9 @@ def test_launch_inside_a_rank_says_what_is_wrong():
 
 
 def test_the_older_names_of_torch_are_known_by_the_new_ones_in_ranks(world):
-    assert world.run(lambda: hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")) == [True] * 3
+    assert (
+        world.run(lambda: hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")) == [True] * 3
+    )
 
 
 # ---------------------------------------------------------------- what ranks print
@@ -412,7 +418,11 @@ def test_a_plain_script_without_a_main_guard_works(tmp_path, start):
         "print(launch(rank, 10, world_size=2))\n"
     )
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "COURSE_UTILS_START": start},
-        capture_output=True, text=True, timeout=180,
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "COURSE_UTILS_START": start},
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert (done.stdout, done.stderr) == ("[rank 0] hello\n[rank 1] hello\n[10, 11]\n", "")

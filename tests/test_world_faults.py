@@ -273,7 +273,11 @@ def test_a_broadcast_that_only_its_source_calls_is_no_success():
 @pytest.mark.parametrize(
     "sent, received, words",
     [
-        (torch.ones(4), torch.zeros(6), "message #1 from rank 0 to rank 1 is sent as float32[4] and received as float32[6]"),
+        (
+            torch.ones(4),
+            torch.zeros(6),
+            "message #1 from rank 0 to rank 1 is sent as float32[4] and received as float32[6]",
+        ),
         (torch.ones(4), torch.zeros(4, dtype=torch.int32), "is sent as float32[4] and received as int32[4]"),
     ],
 )
@@ -306,8 +310,12 @@ def test_calls_that_match_are_left_alone():
         dist.scatter(x, parts if rank == 1 else None, src=1)
         dist.reduce(x, 2)
         uneven = torch.empty(sum(range(1, size + 1))) if rank == 0 else torch.empty(0)
-        dist.all_to_all_single(uneven, torch.ones(rank + 1), list(range(1, size + 1)) if rank == 0 else [0] * size,
-                               [rank + 1] + [0] * (size - 1))
+        dist.all_to_all_single(
+            uneven,
+            torch.ones(rank + 1),
+            list(range(1, size + 1)) if rank == 0 else [0] * size,
+            [rank + 1] + [0] * (size - 1),
+        )
         dist.all_gather_object(parts, {"a": "x" * rank})
         dist.all_reduce(torch.ones(2, 2) if rank else torch.ones(4))  # the same four floats
         ops = [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, x.clone(), (rank - 1) % size)]

@@ -136,7 +136,9 @@ def test_a_global_set_by_one_run_is_there_in_the_next(kernel):
 
 
 def test_an_interrupt_stops_the_cell_at_once_says_where_it_was_and_leaves_the_kernel_usable(kernel):
-    kernel.run("def work():\n    print('started')\n    if dist.get_rank() == 1:\n        time.sleep(1000)\n    dist.barrier()")
+    kernel.run(
+        "def work():\n    print('started')\n    if dist.get_rank() == 1:\n        time.sleep(1000)\n    dist.barrier()"
+    )
     request = kernel.send("launch(work, world_size=3, timeout=None)")
     time.sleep(1)
     start = time.monotonic()
@@ -248,7 +250,11 @@ def test_no_process_socket_or_file_is_left_after_every_fault_however_the_kernel_
     mark = uuid.uuid4().hex
     environment = {**os.environ, "COURSE_TEST_MARK": mark, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", EVERY_FAULT.replace("END", end)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", EVERY_FAULT.replace("END", end)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout.splitlines()[-1] == "done" and len(done.stdout.splitlines()) == 5, done
     assert done.stderr == ""
@@ -259,7 +265,9 @@ def test_no_process_socket_or_file_is_left_after_every_fault_however_the_kernel_
 
 @pytest.mark.slow
 def test_thirty_kernels_at_once_get_in_nobodys_way(tmp_path):
-    script = "import torch.distributed as dist\nfrom course_utils import launch\nprint(launch(dist.get_rank, world_size=2))"
+    script = (
+        "import torch.distributed as dist\nfrom course_utils import launch\nprint(launch(dist.get_rank, world_size=2))"
+    )
     count = 30
     running = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

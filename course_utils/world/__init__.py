@@ -1,8 +1,8 @@
 """Ranks in the kernel: `launch` runs a function on fresh ranks, `World` keeps its ranks.
 
 Modules, from the outside in: `launch` (the kernel's side of a call), `report` (failures in sentences), `output` (what
-ranks print), `torchrun` (joining a world that exists), `nursery` and `spawned` (where ranks come from), `rank` (what runs
-in one), `wire` (what travels), `frames` (whose line is it).
+ranks print), `torchrun` (joining a world that exists), `nursery` and `spawned` (where ranks come from), `rank` (what
+runs in one), `messages` (a note of each send and recv), `wire` (what travels), `frames` (whose line is it).
 """
 
 import os

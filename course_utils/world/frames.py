@@ -13,7 +13,9 @@ _LIBRARIES = (
     _PACKAGE,
     "<frozen ",
 )
-_COMPILED = re.compile(r"[/\\\\]torchinductor_[^/\\\\]*[/\\\\]|[/\\\\][a-z0-9]{2}[/\\\\]c[a-z0-9]{51}\.py$")  # torch.compile wrote it
+_COMPILED = re.compile(
+    r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\][a-z0-9]{2}[/\\]c[a-z0-9]{51}\.py$"
+)  # torch.compile wrote it
 _TORCH = f"{os.sep}torch{os.sep}"
 
 

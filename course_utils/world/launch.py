@@ -7,7 +7,6 @@ import math
 import operator
 import os
 import pickle
-import select
 import sys
 import time
 from multiprocessing import connection
@@ -45,8 +44,8 @@ class World:
     """`size` ranks and their process group, kept between calls.
 
     The ranks run functions of the notebook as `torchrun` would run a script: the default process group is up, the seed
-    is set, each has one thread. What a function leaves on its rank (`global model`) is there for the next `run`. After a
-    failure the ranks are gone; make a new `World`.
+    is set, each has one thread. What a function leaves on its rank (`global model`) is there for the next `run`. After
+    a failure the ranks are gone; make a new `World`.
 
     Args:
         size: the number of ranks.
@@ -79,10 +78,14 @@ class World:
             self._torchrun = torchrun.JoinedWorld(self.size, device, seed, self.timeout)
             return
         if os.environ.get("COURSE_UTILS_RANK"):
-            raise RuntimeError("launch was called inside a rank: ranks can't start ranks; call it from the notebook itself")
+            raise RuntimeError(
+                "launch was called inside a rank: ranks can't start ranks; call it from the notebook itself"
+            )
         try:
             if not nursery.wait_until_ready(0.5):
-                with status_line("preparing the ranks: they import torch once per kernel, which takes a few seconds ..."):
+                with status_line(
+                    "preparing the ranks: they import torch once per kernel, which takes a few seconds ..."
+                ):
                     nursery.wait_until_ready()
         except KeyboardInterrupt:
             raise Interrupted("the call was interrupted while the ranks were being prepared") from None
@@ -373,15 +376,17 @@ def check_size(size) -> int:
         raise ValueError(f"world_size={size}: a world has at least one rank; try world_size=4")
     if size > MOST_RANKS:
         raise ValueError(
-            f"world_size={size}: at most {MOST_RANKS} ranks can be started on one machine from a notebook, and a few per "
-            "core run well; for more, export the notebook and run it under torchrun on several machines"
+            f"world_size={size}: at most {MOST_RANKS} ranks can be started on one machine from a notebook, and a few "
+            "per core run well; for more, export the notebook and run it under torchrun on several machines"
         )
     return size
 
 
 def check_device(device) -> str:
     if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r}: expected 'auto' (GPUs if there are enough, otherwise the CPU), 'cpu' or 'cuda'")
+        raise ValueError(
+            f"device={device!r}: expected 'auto' (GPUs if there are enough, otherwise the CPU), 'cpu' or 'cuda'"
+        )
     return device
 
 
@@ -402,6 +407,6 @@ def check_timeout(timeout) -> float | None:
 def check_function(fn) -> None:
     if not callable(fn):
         raise TypeError(
-            f"the first argument is {fn!r:.60}, which is no function: pass the function itself, without calling it, as in "
-            "launch(work, world_size=4)"
+            f"the first argument is {fn!r:.60}, which is no function: pass the function itself, without calling it, as "
+            "in launch(work, world_size=4)"
         )

@@ -43,8 +43,6 @@ def _note(kind, tensor, peer, group, tag, group_peer) -> None:
         if group_peer is not None:
             peer = dist.get_global_rank(group, group_peer)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        NOTES.append(
-            dict(kind=kind, peer=peer, tag=tag, group=group.group_name, dtype=dtype, size=list(tensor.shape))
-        )
+        NOTES.append(dict(kind=kind, peer=peer, tag=tag, group=group.group_name, dtype=dtype, size=list(tensor.shape)))
     except Exception:  # wrong arguments: torch says so itself
         pass

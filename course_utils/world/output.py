@@ -72,7 +72,7 @@ def somebody_watches() -> bool:
     A notebook run by a program (nbval, nbconvert) keeps every character: there nothing is shown.
     """
     try:
-        kernel = get_ipython().kernel  # noqa: F821: IPython's own
+        kernel = get_ipython().kernel  # noqa: F821
     except (NameError, AttributeError):
         return sys.stdout.isatty() if hasattr(sys.stdout, "isatty") else False
     return bool(getattr(kernel, "_allow_stdin", False))

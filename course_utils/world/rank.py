@@ -15,7 +15,6 @@ import pickle
 import queue
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,7 +29,10 @@ from .frames import is_mine, mine
 
 FOREVER = datetime.timedelta(days=1)  # the kernel keeps the deadlines: at its own timeout, a group would hide who waits
 
-for _new, _old in {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.items():
+for _new, _old in {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}.items():
     if not hasattr(dist, _new):  # torch before 2.13
         setattr(dist, _new, getattr(dist, _old))
 
@@ -96,8 +98,8 @@ class Rank:
         device, available = settings["device"], torch.cuda.device_count()
         if device == "cuda" and available < self.size:
             raise ValueError(
-                f"device='cuda' with world_size={self.size} needs {self.size} GPUs, one for each rank, and this machine has "
-                f"{available}: use device='auto' (GPUs if there are enough, otherwise the CPU) or a smaller world_size"
+                f"device='cuda' with world_size={self.size} needs {self.size} GPUs, one for each rank, and this machine "
+                f"has {available}: use device='auto' (GPUs if there are enough, otherwise the CPU) or a smaller world_size"
             )
         port = listener if isinstance(listener, int) else listener.getsockname()[1]
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.size))
@@ -241,7 +243,17 @@ def _place(code, line) -> dict:
 
 
 _COLLECTIVES = os.path.join("torch", "distributed", "")
-_SHOWN = ("tensor", "tensor_list", "input", "input_tensor", "input_list", "output", "output_tensor", "gather_list", "obj")
+_SHOWN = (
+    "tensor",
+    "tensor_list",
+    "input",
+    "input_tensor",
+    "input_list",
+    "output",
+    "output_tensor",
+    "gather_list",
+    "obj",
+)
 
 
 def waiting_in(frame) -> dict | None:
@@ -259,7 +271,9 @@ def waiting_in(frame) -> dict | None:
         return None
     values = outermost.f_locals
     tensor = next((t for k in _SHOWN if (t := _first_tensor(values.get(k))) is not None), None)
-    peer = next((f"{k}={values[k]}" for k in ("src", "dst", "group_src", "group_dst") if isinstance(values.get(k), int)), "")
+    peer = next(
+        (f"{k}={values[k]}" for k in ("src", "dst", "group_src", "group_dst") if isinstance(values.get(k), int)), ""
+    )
     group = values.get("group")
     ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
     return {"name": outermost.f_code.co_name, "tensor": tensor, "peer": peer, "ranks": ranks}
@@ -283,7 +297,9 @@ def describe_error(error: BaseException) -> dict:
     text = "" if kind.__str__ is BaseException.__str__ and not error.args else str(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return {
-        "type": kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
+        "type": kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__qualname__}",
         "text": "\n".join([text, *getattr(error, "__notes__", [])]).strip(),
         "stack_of_error": stack,
         "cause": None if cause is None else f"{type(cause).__qualname__}: {cause}",
@@ -312,7 +328,9 @@ def flight_records(after: int, frames: bool = False) -> list[dict]:
 
 def _groups() -> dict[str, tuple[int, ...]]:
     world = dist.distributed_c10d._world
-    return {world.pg_names[pg]: tuple(sorted(ranks)) for pg, ranks in world.pg_group_ranks.items() if pg in world.pg_names}
+    return {
+        world.pg_names[pg]: tuple(sorted(ranks)) for pg, ranks in world.pg_group_ranks.items() if pg in world.pg_names
+    }
 
 
 def _record(entry, groups) -> dict:

@@ -157,7 +157,9 @@ def _describe_difference(number, group, present, by_what) -> str:
 
 # ---------------------------------------------------------------- one report out of all fates
 
-_NOISE = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|onnection refused|remote process exited", re.I)
+_NOISE = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|onnection refused|remote process exited", re.I
+)
 
 
 def is_noise(fate: Fate) -> bool:
@@ -293,7 +295,9 @@ def hang(fates: list[Fate], seconds: float) -> str:
         head += ": if the work is only slow, give it more time with timeout=…"
     else:
         head = f"the ranks waited for each other until the timeout of {seconds:g} s"
-    return "\n".join([head, *_why(fates, waiting, pending), *_others(sorted(fates, key=lambda f: f not in waiting), fates)])
+    return "\n".join(
+        [head, *_why(fates, waiting, pending), *_others(sorted(fates, key=lambda f: f not in waiting), fates)]
+    )
 
 
 def interrupted(fates: list[Fate]) -> str:

@@ -69,7 +69,8 @@ def crew(size: int) -> SpawnedCrew:
             ours, theirs = context.Pipe()
             output, their_output = context.Pipe(duplex=False)
             process = context.Process(
-                target=_main, args=(rank, size, theirs, their_output, listener if rank == 0 else listener.getsockname()[1])
+                target=_main,
+                args=(rank, size, theirs, their_output, listener if rank == 0 else listener.getsockname()[1]),
             )
             process.daemon = False
             process.start()

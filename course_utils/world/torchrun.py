@@ -1,7 +1,7 @@
 """Under `torchrun`: `launch` joins the world that exists instead of starting one.
 
-Every process runs the whole script. A call of `launch` runs the function on the first `world_size` of them, in a default
-group of their own, and every process gets all results, so that the script goes on alike everywhere. Only process 0
+Every process runs the whole script. A call of `launch` runs the function on the first `world_size` of them, in a
+default group of their own, and every process gets all results, so that the script goes on alike everywhere. Only process 0
 prints. Failures are torchrun's to handle: an exception ends its process, and torchrun ends the others.
 """
 

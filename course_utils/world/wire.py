@@ -18,7 +18,6 @@ import types
 
 import cloudpickle
 
-
 _NAMESPACES: dict[str, dict] = {}  # on a rank: the globals of the notebook's functions, by module
 
 
@@ -74,7 +73,12 @@ def _reduce_tensor(torch, t):
         raise Unsendable(
             "a DTensor can't leave its rank: return x.to_local() (this rank's shard) or x.full_tensor() (the whole)"
         )
-    if t.layout is not torch.strided or t.is_quantized or t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter):
+    if (
+        t.layout is not torch.strided
+        or t.is_quantized
+        or t.is_meta
+        or type(t) not in (torch.Tensor, torch.nn.Parameter)
+    ):
         return NotImplemented
     flat = t.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
