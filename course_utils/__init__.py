@@ -1,7 +1,7 @@
 """Distributed Training, Live: what the notebooks need and don't teach.
 
-Importing the package is light. `launch` and `World` are reached lazily, and their first use starts the preparation of
-the ranks in the background, while the reader reads on.
+Importing the package is light. `launch`, `World` and `check` are reached lazily, and their first use starts the
+preparation of the ranks in the background, while the reader reads on.
 """
 
 _LAZY = {
@@ -9,6 +9,7 @@ _LAZY = {
     "World": "course_utils.world",
     "RankError": "course_utils.world",
     "RankTimeout": "course_utils.world",
+    "check": "course_utils.grading",
 }
 __all__ = list(_LAZY)
 
@@ -18,10 +19,9 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'course_utils' has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(_LAZY[name])
-    if name in ("launch", "World"):
-        module.warm()
-    return getattr(module, name)
+    if name in ("launch", "World", "check"):
+        importlib.import_module("course_utils.world").warm()
+    return getattr(importlib.import_module(_LAZY[name]), name)
 
 
 def __dir__():

@@ -51,8 +51,8 @@ def _scaled(finding: Finding, world_size: int) -> str:
 def _scaled_partial(finding: Finding) -> str:
     if finding.k_name == "world_size":
         return (
-            "all-reduce (mean) the gradient over the ranks, as DDP does: each rank's loss is the mean over its own "
-            "part of the batch"
+            "all-reduce (mean) the gradient over the ranks: each rank's loss is the mean over its own part of the "
+            "batch (as in DDP), or one loss that every rank computes was counted once per rank"
         )
     return (
         "all-reduce (sum) the gradient over the ranks and multiply by world_size: each rank's part was already divided "

@@ -95,7 +95,7 @@ class Verdict:
         return views.sentence(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """One `Verdict` per tensor, in the reference's order, and one for the forward output if that was compared too.
 
@@ -136,6 +136,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return views.text(self)
+
+    __repr__ = __str__  # what a notebook keeps as plain text: rounded, so that it reads the same on every machine
 
     def _repr_html_(self) -> str:
         return views.html(self)

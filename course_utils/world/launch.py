@@ -20,11 +20,18 @@ MOST_RANKS = 120
 
 
 class RankError(RuntimeError):
-    """A rank failed, or the ranks did not do the same thing. The text is the whole report; `rank` failed first."""
+    """A rank failed, or the ranks did not do the same thing.
 
-    def __init__(self, text: str, rank: int | None = None):
+    Attributes:
+        rank: the rank that failed first; None if none did by itself.
+        error_type: the name of the exception it raised; None if it raised none.
+    The text is the whole report.
+    """
+
+    def __init__(self, text: str, rank: int | None = None, error_type: str | None = None):
         super().__init__(text)
         self.rank = rank
+        self.error_type = error_type
 
     def _render_traceback_(self):  # what a notebook shows: the report, not the way through this package
         return f"{type(self).__name__}: {self}".splitlines()
@@ -229,7 +236,7 @@ class _Exchange:
         self.lost: dict[int, float] = {}  # rank -> when its connection ended
         self.refused: Exception | None = None
         self.timed_out = False
-        self.stuck: str | None = None
+        self.hopeless = False
 
     def collect(self, deadline: float) -> None:
         trouble = math.inf  # when the first failure was seen
@@ -244,8 +251,8 @@ class _Exchange:
             if left > 0:
                 self._wait(None if left == math.inf else left)
             elif until == next_look:  # the ranks are slow: is it certain that they can't ever finish?
-                self.stuck = report.stuck(self.fates(asking=missing))
-                if self.stuck:
+                if report.mismatch(self.fates(asking=missing)):
+                    self.hopeless = True
                     break
                 next_look = time.monotonic() + 2 * (time.monotonic() - start)
             else:
@@ -321,15 +328,16 @@ class _Exchange:
         different = report.mismatch(fates) is not None
         if different:  # once more, with the line of each collective: slow, and worth it now
             fates = self.fates(asking=range(self.size), lines=True)
-        if self.stuck:
-            return RankTimeout(report.stuck(fates) or self.stuck)
+        difference = report.difference(fates)
+        if difference or (different and all(fate.kind == "returned" for fate in fates)):
+            return RankError(f"no result, for it would be wrong: {difference or report.mismatch(fates)}")
+        if self.hopeless:
+            return RankTimeout(report.stuck(fates))
         if self.timed_out:
             return RankTimeout(report.hang(fates, timeout))
         if any(fate.kind != "returned" for fate in fates):
-            rank, text = report.failure(fates)
-            return RankError(text, rank)
-        if different:
-            return RankError(f"no result, for it would be wrong: {report.mismatch(fates)}")
+            first, text = report.failure(fates)
+            return RankError(text, first.rank, first.error.get("type"))
         return None
 
     def interrupted(self) -> str:

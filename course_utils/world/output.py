@@ -66,28 +66,30 @@ class Output:
         self.first, self.last, self.left_out = [], [], 0
 
 
-def somebody_watches() -> bool:
-    """True where a line that comes and goes is seen and then gone: a notebook in a browser, a terminal.
-
-    A notebook run by a program (nbval, nbconvert) keeps every character: there nothing is shown.
-    """
-    try:
-        kernel = get_ipython().kernel  # noqa: F821
-    except (NameError, AttributeError):
-        return sys.stdout.isatty() if hasattr(sys.stdout, "isatty") else False
-    return bool(getattr(kernel, "_allow_stdin", False))
-
-
 @contextlib.contextmanager
 def status_line(text: str):
-    """Show a line while something takes its time; take it away afterwards."""
-    if not somebody_watches():
-        yield
-        return
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    try:
-        yield
-    finally:
-        sys.stdout.write("\r" + " " * len(text) + "\r")
+    """Show a line while something takes its time, and take it away afterwards, where somebody watches.
+
+    A notebook that a program runs (nbval, nbconvert) keeps whatever it was ever sent: there nothing is shown.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None:
+        watched = getattr(kernel, "_allow_stdin", False)  # whoever could answer a question can see a line
+        line = ipython.display.display({"text/plain": text}, raw=True, display_id=True) if watched else None
+        try:
+            yield
+        finally:
+            if line is not None:
+                line.update({}, raw=True)
+    elif sys.stdout.isatty():
+        sys.stdout.write(text)
         sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.write("\r" + " " * len(text) + "\r")
+            sys.stdout.flush()
+    else:
+        yield

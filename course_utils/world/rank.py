@@ -98,8 +98,9 @@ class Rank:
         device, available = settings["device"], torch.cuda.device_count()
         if device == "cuda" and available < self.size:
             raise ValueError(
-                f"device='cuda' with world_size={self.size} needs {self.size} GPUs, one for each rank, and this machine "
-                f"has {available}: use device='auto' (GPUs if there are enough, otherwise the CPU) or a smaller world_size"
+                f"device='cuda' with world_size={self.size} needs {self.size} GPUs, one for each rank, and this "
+                f"machine has {available}: use device='auto' (GPUs if there are enough, otherwise the CPU), or a "
+                "smaller world_size"
             )
         port = listener if isinstance(listener, int) else listener.getsockname()[1]
         os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.size))

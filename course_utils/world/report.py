@@ -88,6 +88,16 @@ def mismatch(fates: list[Fate]) -> str | None:
     return _collectives_differ([f.records for f in fates], finished) or _messages_differ(fates, finished)
 
 
+def difference(fates: list[Fate]) -> str | None:
+    """The first thing that ranks did together but not alike: nothing can mend it, and no result may come of it.
+
+    None where the learner's own error comes before it.
+    """
+    if any(f.kind == "raised" and not is_noise(f) and not _GROUPS_OWN.search(f.error.get("text", "")) for f in fates):
+        return None
+    return _collectives_differ([f.records for f in fates], set()) or _messages_differ(fates, set())
+
+
 def _collectives_differ(records_of_rank, finished) -> str | None:
     for (name, members), by_rank in _calls(records_of_rank).items():
         group = "" if name in ("0", "default_pg") or members is None else f" of the group of {ranks_text(members)}"
@@ -162,6 +172,9 @@ _NOISE = re.compile(
 )
 
 
+_GROUPS_OWN = re.compile(r"gloo|NCCL|process group", re.I)  # an error that comes from the collective itself
+
+
 def is_noise(fate: Fate) -> bool:
     """Only the echo of another rank's end."""
     return fate.kind == "raised" and bool(_NOISE.search(fate.error.get("text", "")))
@@ -174,7 +187,7 @@ def clean(text: str) -> str:
     return re.sub(r"\[?(127\.0\.0\.1|::1|localhost)\]?:\d+", "another rank", text)
 
 
-def failure(fates: list[Fate]) -> tuple[int, str]:
+def failure(fates: list[Fate]) -> tuple[Fate, str]:
     """The rank that failed first, and the report."""
     failed = sorted((f for f in fates if f.kind in ("raised", "died")), key=lambda f: (is_noise(f), f.time))
     first = failed[0]
@@ -187,7 +200,7 @@ def failure(fates: list[Fate]) -> tuple[int, str]:
     lines += _where_it_failed(first)
     others = [f for f in fates if f.rank not in ranks]
     lines += _others(others, fates)
-    return first.rank, "\n".join(lines)
+    return first, "\n".join(lines)
 
 
 def _same_error(a: Fate, b: Fate) -> bool:
@@ -305,7 +318,7 @@ def interrupted(fates: list[Fate]) -> str:
 
 
 def stuck(fates: list[Fate]) -> str | None:
-    """The report for ranks that can't ever finish, whatever time they are given; None while they may."""
+    """The report for ranks that wait for one that has returned; None while every rank may still come."""
     if mismatch(fates) is None:
         return None
     head = "the ranks wait for each other and would do so forever"

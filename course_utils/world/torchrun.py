@@ -1,8 +1,8 @@
 """Under `torchrun`: `launch` joins the world that exists instead of starting one.
 
 Every process runs the whole script. A call of `launch` runs the function on the first `world_size` of them, in a
-default group of their own, and every process gets all results, so that the script goes on alike everywhere. Only process 0
-prints. Failures are torchrun's to handle: an exception ends its process, and torchrun ends the others.
+default group of their own, and every process gets all results, so that the script goes on alike everywhere. Only
+process 0 prints. Failures are torchrun's to handle: an exception ends its process, and torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from . import wire
 
 _calls = 0
+_told: set[int] = set()  # sizes that were asked for and are not there: each is said once
 _store = None
 
 
@@ -44,7 +45,8 @@ class JoinedWorld:
 
         there, self.rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         self.size = min(size, there)
-        if size > there and self.rank == 0:
+        if size > there and self.rank == 0 and size not in _told:
+            _told.add(size)
             print(f"[asked for {size} ranks, and this world has {there}: running on {there}]", flush=True)
         if _store is None:
             _store, _, _ = next(iter(dist.rendezvous("env://")))

@@ -189,7 +189,7 @@ def main() -> None:
         print(f"{name:30}  first {first[name]:7.3f}   again {seconds:8.4f}  {seconds / again[kept]:8.1f} x")
     print(f"{IMPORTS:30}        {first[IMPORTS]:7.3f}\n")
     print(f"World.run   {1e3 * again[kept]:.1f} ms (expected under 15); the best other: {best:.1f} x that (at least 2)")
-    print(f"launch      {again[fresh]:.3f} s (expected under 0.2); the best with fresh ranks: {best_fresh:.1f} x that (1)")
+    print(f"launch      {again[fresh]:.3f} s (expected under 0.2); the best with fresh ranks: {best_fresh:.1f} x (1)")
     print(f"first call  {first[fresh] / first[IMPORTS]:.2f} x the imports (expected at most 1.3)")
 
 
