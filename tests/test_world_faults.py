@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_raise_names_the_rank_shows_its_own_lines_and_what_the_others_did():
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch(work, world_size=4)
-    assert time.monotonic() - start < 5  # the promise is a second; this bound only catches a hang
+    assert time.monotonic() - start < 30  # the promise is a second; this bound only catches a hang
     text = str(caught.value)
     assert caught.value.rank == 2 and not isinstance(caught.value, RankTimeout)
     assert text.startswith("rank 2 raised ZeroDivisionError: division by zero")
@@ -94,7 +95,7 @@ def test_a_rank_ended_by_a_signal_is_named_with_its_last_place(number):
 
     text = error_of(work, 3)
     assert text.startswith(f"rank 1 was ended by {number.name}")
-    assert "it was last seen in work, line " in text
+    assert "it was last seen in line " in text and ", in work:" in text
     assert "ranks 0, 2 were waiting in barrier" in text
 
 
@@ -364,8 +365,43 @@ def test_an_argument_that_cannot_be_sent_says_so_before_anything_runs():
         return x
 
     lines = (line for line in "abc")
-    with pytest.raises(TypeError, match="work or one of its arguments can't be sent to the ranks: .*generator"):
+    with pytest.raises(TypeError, match="argument 1 of work, a generator, can't be sent to the ranks: .*generator"):
         launch(work, lines, world_size=2)
+
+
+def test_a_variable_that_cannot_be_sent_is_named():
+    lock = threading.Lock()
+
+    def work():
+        with lock:
+            return 1
+
+    with pytest.raises(TypeError, match="lock, a lock that work uses, can't be sent to the ranks"):
+        launch(work, world_size=2)
+
+
+def test_arguments_that_do_not_fit_the_function_are_refused_before_anything_starts():
+    def work():
+        return 1
+
+    with pytest.raises(TypeError, match=r"work\(\) is given 2: too many positional arguments .* ranks is world_size="):
+        launch(work, 2)
+
+
+def test_a_crash_because_ranks_called_different_things_says_which():
+    def work():
+        x = torch.ones(8, 24, dtype=torch.float64)
+        if dist.get_rank() == 0:
+            dist.all_gather([torch.empty(2, 24) for _ in range(3)], torch.ones(2, 24))
+        else:
+            dist.all_reduce(x)
+
+    text = error_of(work, 3, timeout=10)
+    if "SIGABRT" in text:  # which of them Gloo gives up on is a matter of timing
+        assert "in all_gather" in text and "in all_reduce" in text and "Why: " in text
+        assert "waiting in all_gather" not in text.split("ranks 1, 2")[-1]
+    else:
+        assert "call all_reduce of float64[8, 24]" in text and "calls all_gather of float32[2, 24]" in text
 
 
 def test_an_async_function_is_refused():

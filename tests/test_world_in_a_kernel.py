@@ -110,8 +110,8 @@ def test_a_failure_raises_in_the_cell_with_the_line_of_the_cell_and_no_path(kern
         launch(work, world_size=2)"""
     )
     assert kind == "error" and text.startswith("RankError: rank 1 raised RuntimeError: shape '[3]' is invalid")
-    assert "in work, line 4 of the cell:" in text and "-->   4         x = x.reshape(3)" in text
-    assert "line 5 of the cell: dist.all_reduce(x)" in text and "/" not in text
+    assert "in line 4 of the cell, in work:" in text and "-->   4         x = x.reshape(3)" in text
+    assert "line 5 of the cell, in work: dist.all_reduce(x)" in text and "/" not in text
 
 
 def test_source_of_functions_and_classes_of_cells_is_known_in_ranks(kernel):
@@ -144,11 +144,11 @@ def test_an_interrupt_stops_the_cell_at_once_says_where_it_was_and_leaves_the_ke
     start = time.monotonic()
     kernel.manager.interrupt_kernel()
     outputs = kernel.result(request)
-    assert time.monotonic() - start < 5  # the promise is a second; this bound only catches a hang
+    assert time.monotonic() - start < 30  # the promise is a second; this bound only catches a hang
     assert outputs[0] == ("stdout", "[rank 0] started\n[rank 1] started\n[rank 2] started\n")
     kind, text = outputs[1]
     assert kind == "error" and "the call was interrupted, and its ranks are ended" in text
-    assert "rank 1 was running, line 4 of the cell: time.sleep(1000)" in text
+    assert "rank 1 was running, line 4 of the cell, in work: time.sleep(1000)" in text
     assert "ranks 0, 2 were waiting in barrier" in text and "launch.py" not in text
     assert kernel.run("launch(dist.get_rank, world_size=2)") == [("value", "[0, 1]")]
     assert len(kernel.processes()) == 1  # the nursery
@@ -189,6 +189,7 @@ def test_a_killed_nursery_is_explained_and_replaced(kernel):
     kernel.run("world = World(2)")
     (nursery,) = [p for p in kernel.processes() if p.ppid() == kernel.manager.provisioner.pid]
     nursery.kill()
+    assert wait_until(lambda: not kernel.processes(), 5)
     kind, text = kernel.run("world.run(dist.get_rank)")[-1]
     assert kind == "error" and "SIGKILL" in text
     assert kernel.run("launch(dist.get_rank, world_size=2)") == [("value", "[0, 1]")]

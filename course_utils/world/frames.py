@@ -16,6 +16,7 @@ _LIBRARIES = (
 _COMPILED = re.compile(
     r"[/\\]torchinductor_[^/\\]*[/\\]|[/\\][a-z0-9]{2}[/\\]c[a-z0-9]{51}\.py$"
 )  # torch.compile wrote it
+_DISTRIBUTED = os.path.join("torch", "distributed", "")
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
@@ -27,11 +28,12 @@ def is_mine(filename: str) -> bool:
 
 
 def where(place: dict) -> str:
-    """`line 3 of the cell: dist.all_reduce(x)`"""
-    filename, line = place["file"], place["line"]
+    """`line 3 of the cell, in work: dist.all_reduce(x)`: the function tells which cell it is."""
+    filename, line, name = place["file"], place["line"], place.get("name", "<module>")
     source = linecache.getline(filename, line).strip()
     home = os.path.basename(filename) if os.path.exists(filename) else "the cell"
-    return f"line {line} of {home}" + (f": {source}" if source else "")
+    inside = "" if name.startswith("<") else f", in {name}"
+    return f"line {line} of {home}{inside}" + (f": {source}" if source else "")
 
 
 def excerpt(place: dict, before: int = 2, after: int = 1) -> str:
@@ -47,6 +49,15 @@ def excerpt(place: dict, before: int = 2, after: int = 1) -> str:
 def mine(stack: list[dict]) -> list[dict]:
     """The learner's part of a stack; where there is none, its innermost place."""
     return [place for place in stack if is_mine(place["file"])] or stack[-1:]
+
+
+def called_in_torch(stack: list[dict]) -> str | None:
+    """The function of `torch.distributed` that the learner's innermost line has called; None if it called none."""
+    for place in stack[len(stack) - 1 - next((i for i, p in enumerate(stack[::-1]) if is_mine(p["file"])), 0) + 1 :]:
+        hidden = place["name"].startswith(("_", "<")) or place["name"] == "wrapper"
+        if _DISTRIBUTED in place["file"] and not hidden:
+            return place["name"]
+    return None
 
 
 def of_crash(text: str) -> list[dict]:

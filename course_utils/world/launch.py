@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import operator
 import os
@@ -10,6 +11,7 @@ import pickle
 import sys
 import time
 from multiprocessing import connection
+from typing import Any
 
 from . import frames, nursery, report, torchrun, wire
 from .output import Output, status_line
@@ -59,6 +61,7 @@ class World:
         device: "auto" (a GPU per rank and NCCL if there are enough GPUs, otherwise CPU and Gloo), "cpu" or "cuda".
         seed: of torch, numpy and random, the same on every rank.
         timeout: seconds that one `run` may take before it is stopped and explained; None for no limit.
+        links: a `Link` or `Node` of `course_utils.links`: CPU ranks whose communication takes the time it would there.
 
     Raises:
         TypeError, ValueError: `size` is no whole number of at least 1, or `device` is unknown or not there.
@@ -73,16 +76,20 @@ class World:
     [1.0, 1.0]
     """
 
-    def __init__(self, size: int = 4, *, device: str = "auto", seed: int = 0, timeout: float | None = 60):
+    def __init__(
+        self, size: int = 4, *, device: str = "auto", seed: int = 0, timeout: float | None = 60, links: Any = None
+    ):
         self.size = check_size(size)
         self.device = check_device(device)
         self.timeout = check_timeout(timeout)
+        if links is not None:
+            check_links(links, self.size, device)
         self._joined: set[int] = set()
         self._why_closed = ""
         self._crew = None
         self._torchrun = None
         if torchrun.present():
-            self._torchrun = torchrun.JoinedWorld(self.size, device, seed, self.timeout)
+            self._torchrun = torchrun.JoinedWorld(self.size, device, seed, self.timeout, links)
             return
         if os.environ.get("COURSE_UTILS_RANK"):
             raise RuntimeError(
@@ -98,7 +105,9 @@ class World:
             raise Interrupted("the call was interrupted while the ranks were being prepared") from None
         self._crew = nursery.crew(self.size)
         self._environment = nursery.changed_environment()
-        self._broadcast("join", device=device, seed=seed, environment=self._environment)
+        self._broadcast(
+            "join", device=device, seed=seed, environment=self._environment, links=links and wire.dumps(links)[0]
+        )
 
     def run(self, fn, *args, timeout: float | None = ..., stream: bool = False, **kwargs) -> list:
         """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
@@ -115,7 +124,7 @@ class World:
         return self._run(fn, args, kwargs, self.timeout if timeout is ... else check_timeout(timeout), stream)
 
     def _run(self, fn, args, kwargs, timeout, stream) -> list:
-        check_function(fn)
+        check_function(fn, args, kwargs)
         if self._torchrun:
             return self._torchrun.run(fn, args, kwargs, stream)
         if self._crew is None:
@@ -123,8 +132,7 @@ class World:
         try:
             job, sources = wire.dumps((fn, args, kwargs), keep_namespace=True)
         except wire.Unsendable as error:
-            name = getattr(fn, "__qualname__", repr(fn))
-            raise TypeError(f"{name} or one of its arguments can't be sent to the ranks: {error}") from None
+            raise TypeError(f"{culprit(fn, args, kwargs)} can't be sent to the ranks: {error}") from None
         exchange = _Exchange(self._crew, stream)
         try:
             self._broadcast(
@@ -202,6 +210,7 @@ def launch(
     timeout: float | None = 60,
     stream: bool = False,
     seed: int = 0,
+    links: Any = None,
     **kwargs,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` fresh ranks and return one result per rank, in rank order.
@@ -216,8 +225,8 @@ def launch(
     >>> launch(lambda base: base + dist.get_rank(), 10, world_size=2)
     [10, 11]
     """
-    check_function(fn)
-    with World(world_size, device=device, seed=seed, timeout=timeout) as world:
+    check_function(fn, args, kwargs)
+    with World(world_size, device=device, seed=seed, timeout=timeout, links=links) as world:
         return world._run(fn, args, kwargs, world.timeout, stream)
 
 
@@ -356,7 +365,7 @@ class _Exchange:
         if kind == "done":
             return report.Fate(rank, "returned", **calls)
         if kind == "raised":
-            return report.Fate(rank, "raised", content["time"], error=content, **calls)
+            return report.Fate(rank, "raised", content["time"], error=content, waits=content.get("waits"), **calls)
         if rank in self.lost:
             status, notes = self.crew.endings.get(rank, (0, {}))
             stack = frames.of_crash(notes.get("crash", ""))
@@ -398,6 +407,18 @@ def check_device(device) -> str:
     return device
 
 
+def check_links(links, size: int, device: str) -> None:
+    if not hasattr(links, "backend"):
+        raise TypeError(
+            f"links={links!r:.60}: expected a Link or a Node of course_utils.links, such as Link(alpha=1e-3, beta=1e-8)"
+        )
+    if device == "cuda":
+        raise ValueError(
+            "links are emulated between CPU ranks: leave device='cuda' out, or measure the GPUs' own links"
+        )
+    links.check(size)
+
+
 def check_timeout(timeout) -> float | None:
     if timeout is None:
         return None
@@ -412,9 +433,49 @@ def check_timeout(timeout) -> float | None:
     return seconds
 
 
-def check_function(fn) -> None:
+def check_function(fn, args, kwargs) -> None:
     if not callable(fn):
         raise TypeError(
             f"the first argument is {fn!r:.60}, which is no function: pass the function itself, without calling it, as "
             "in launch(work, world_size=4)"
         )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*(f"{a!r:.30}" for a in args), *(f"{k}={v!r:.30}" for k, v in kwargs.items())]) or "nothing"
+        raise TypeError(
+            f"{_name(fn)}{signature} is given {given}: {error} (what stands behind the function goes to it; the number "
+            "of ranks is world_size=)"
+        ) from None
+
+
+def culprit(fn, args, kwargs) -> str:
+    """Which part of a call can't be sent, in words."""
+
+    def sendable(value) -> bool:
+        try:
+            wire.dumps(value)
+        except wire.Unsendable:
+            return False
+        return True
+
+    for i, value in enumerate(args):
+        if not sendable(value):
+            return f"argument {i + 1} of {_name(fn)}, a {type(value).__name__},"
+    for name, value in kwargs.items():
+        if not sendable(value):
+            return f"the argument {name} of {_name(fn)}, a {type(value).__name__},"
+    with contextlib.suppress(TypeError):
+        used = inspect.getclosurevars(inspect.unwrap(fn))
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            if not sendable(value):
+                return f"{name}, a {type(value).__name__} that {_name(fn)} uses,"
+    return _name(fn)
+
+
+def _name(fn) -> str:
+    return getattr(fn, "__name__", repr(fn))

@@ -58,6 +58,7 @@ RANK_ENVIRONMENT = {
     # torch's flight recorder: who called which collective with what; off unless set before the group exists
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
+BOARD_BYTES = 2**25  # of memory that the ranks of a world share
 _CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 
 
@@ -328,6 +329,7 @@ def _reap(children: dict[int, _Child]) -> None:
 
 def _fork(fds: list[int], control: socket.socket, ours: list[int], children: dict[int, _Child]) -> None:
     conns, outputs = fds[0::2], fds[1::2]
+    board = mmap.mmap(-1, BOARD_BYTES)  # takes no memory until somebody writes on it
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)  # where this world's ranks will meet
     for rank, (conn, output) in enumerate(zip(conns, outputs)):
         child = _Child(control, rank)
@@ -349,13 +351,14 @@ def _fork(fds: list[int], control: socket.socket, ours: list[int], children: dic
                 faulthandler.enable(child.crash)
                 faulthandler.register(signal.SIGUSR1, child.crash, all_threads=False)
                 importlib.import_module("course_utils.world.rank").main(
-                    rank, len(conns), connection.Connection(conn), listener, child.place
+                    rank, len(conns), connection.Connection(conn), listener, child.place, board
                 )
             except BaseException:
                 os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(70)  # never back into the nursery's loop
         children[pid] = child
+    board.close()
     listener.close()
     for fd in fds:
         os.close(fd)

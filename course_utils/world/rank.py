@@ -41,8 +41,8 @@ _exit = os._exit
 
 
 class Rank:
-    def __init__(self, rank, size, conn, place, flush):
-        self.rank, self.size, self.conn, self.place, self.flush = rank, size, conn, place, flush
+    def __init__(self, rank, size, conn, place, board, flush):
+        self.rank, self.size, self.conn, self.place, self.board, self.flush = rank, size, conn, place, board, flush
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.sending = threading.Lock()
         self.main_thread = threading.get_ident()
@@ -114,13 +114,13 @@ class Rank:
             if not isinstance(listener, int):
                 listener.close()
         store = dist.TCPStore("127.0.0.1", port, self.size, wait_for_workers=False, timeout=FOREVER, **place)
-        on_gpu = device == "cuda" or (device == "auto" and available >= self.size)
+        links = settings["links"] and wire.loads(settings["links"])  # emulated ones: see course_utils.links
+        on_gpu = device == "cuda" or (device == "auto" and available >= self.size and not links)
         if on_gpu:
             torch.cuda.set_device(self.rank)
             torch.set_default_device(f"cuda:{self.rank}")
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", store=store, rank=self.rank, world_size=self.size, timeout=FOREVER
-        )
+        backend = "nccl" if on_gpu else links.backend(self.board) if links else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=FOREVER)
         seed_everything(settings["seed"])
 
     def run(self, content) -> None:
@@ -146,7 +146,7 @@ class Rank:
                 raise TypeError("an async function can't run on a rank: use a plain function")
         except BaseException as error:
             self.flush_output()
-            self.send("raised", time=time.monotonic(), **describe_error(error), **self.where(False))
+            self.send("raised", time=time.monotonic(), **describe_error(error), **self.calls())
             return
         finally:
             self.running = False
@@ -168,8 +168,12 @@ class Rank:
             self.flush()
 
 
-def main(rank: int, size: int, conn, listener, place=None, flush=None) -> None:
-    """A rank's whole life."""
+def main(rank: int, size: int, conn, listener, place, board, flush=None) -> None:
+    """A rank's whole life.
+
+    `place` and `board` are memory: the first shared with whoever will report this rank's end, the second with all ranks
+    of this world.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel's interrupt is for the kernel: it ends the ranks
     if "fork" in multiprocessing.get_all_start_methods():
         multiprocessing.set_start_method("fork", force=True)  # a DataLoader's workers can have a data set of a cell
@@ -179,7 +183,7 @@ def main(rank: int, size: int, conn, listener, place=None, flush=None) -> None:
     warnings.resetwarnings()
     torch.set_num_threads(1)
     messages.watch()
-    self = Rank(rank, size, conn, place, flush)
+    self = Rank(rank, size, conn, place, board, flush)
     threading.Thread(target=self.listen, daemon=True).start()
     os._exit = self.exit
     kind, settings = self.jobs.get()
@@ -290,9 +294,10 @@ def _first_tensor(value) -> str | None:
 
 def describe_error(error: BaseException) -> dict:
     """An error as plain values: the kernel has the sources of the cells and writes the report."""
-    stack, trace = [], error.__traceback__
+    stack, trace, innermost = [], error.__traceback__, None
     while trace is not None:
-        stack.append(_place(trace.tb_frame.f_code, trace.tb_lineno))
+        innermost = trace.tb_frame
+        stack.append(_place(innermost.f_code, trace.tb_lineno))
         trace = trace.tb_next
     kind = type(error)
     text = "" if kind.__str__ is BaseException.__str__ and not error.args else str(error)
@@ -303,6 +308,7 @@ def describe_error(error: BaseException) -> dict:
         else f"{kind.__module__}.{kind.__qualname__}",
         "text": "\n".join([text, *getattr(error, "__notes__", [])]).strip(),
         "stack_of_error": stack,
+        "waits": waiting_in(innermost),
         "cause": None if cause is None else f"{type(cause).__qualname__}: {cause}",
     }
 
@@ -344,5 +350,5 @@ def _record(entry, groups) -> dict:
         "operation": entry["profiling_name"].split(":")[-1].lstrip("_"),
         "inputs": [(_DTYPES.get(d, d), s) for d, s in zip(entry["input_dtypes"], entry["input_sizes"])],
         "outputs": [(_DTYPES.get(d, d), s) for d, s in zip(entry["output_dtypes"], entry["output_sizes"])],
-        "place": {"file": places[0]["filename"], "line": places[0]["line"]} if places else None,
+        "place": dict(file=places[0]["filename"], line=places[0]["line"], name=places[0]["name"]) if places else None,
     }

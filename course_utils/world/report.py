@@ -63,18 +63,16 @@ def tensors_text(record) -> str:
     return shown + (f" and {len(tensors) - 2} more" if len(tensors) > 2 else "")
 
 
-def _calls(records_of_rank: list[list[dict]]) -> dict:
-    """group -> rank -> the calls of this run, in order."""
+def _calls(fates: list[Fate]) -> dict:
+    """group -> rank -> the calls of this run, in order; only of ranks of which they are known."""
     calls: dict = {}
-    for rank, records in enumerate(records_of_rank):
-        if len(records) >= _CAPACITY:
-            continue  # the oldest are gone
-        for record in records:
-            calls.setdefault(record["group"], {}).setdefault(rank, []).append(record)
+    known = {f.rank for f in fates if f.kind not in ("died", "silent") and len(f.records) < _CAPACITY}
+    for fate in fates:
+        for record in fate.records if fate.rank in known else ():
+            calls.setdefault(record["group"], {}).setdefault(fate.rank, []).append(record)
     for (_, members), by_rank in calls.items():
-        for rank in members or ():
-            if rank < len(records_of_rank) and len(records_of_rank[rank]) < _CAPACITY:
-                by_rank.setdefault(rank, [])
+        for rank in known.intersection(members or ()):
+            by_rank.setdefault(rank, [])
     return calls
 
 
@@ -85,7 +83,7 @@ def mismatch(fates: list[Fate]) -> str | None:
     still come.
     """
     finished = {f.rank for f in fates if f.kind == "returned"}
-    return _collectives_differ([f.records for f in fates], finished) or _messages_differ(fates, finished)
+    return _collectives_differ(fates, finished) or _messages_differ(fates, finished)
 
 
 def difference(fates: list[Fate]) -> str | None:
@@ -95,11 +93,11 @@ def difference(fates: list[Fate]) -> str | None:
     """
     if any(f.kind == "raised" and not is_noise(f) and not _GROUPS_OWN.search(f.error.get("text", "")) for f in fates):
         return None
-    return _collectives_differ([f.records for f in fates], set()) or _messages_differ(fates, set())
+    return _collectives_differ(fates, set()) or _messages_differ(fates, set())
 
 
-def _collectives_differ(records_of_rank, finished) -> str | None:
-    for (name, members), by_rank in _calls(records_of_rank).items():
+def _collectives_differ(fates, finished) -> str | None:
+    for (name, members), by_rank in _calls(fates).items():
         group = "" if name in ("0", "default_pg") or members is None else f" of the group of {ranks_text(members)}"
         for i in range(max(map(len, by_rank.values()))):
             present = {rank: calls[i] for rank, calls in by_rank.items() if i < len(calls)}
@@ -197,10 +195,28 @@ def failure(fates: list[Fate]) -> tuple[Fate, str]:
     different = mismatch(fates)
     if different:
         lines.append(f"Why: {different}." if is_noise(first) or first.kind == "died" else f"Before that, {different}.")
+    elif first.kind == "died":
+        lines += _called_beside(first, fates)
     lines += _where_it_failed(first)
     others = [f for f in fates if f.rank not in ranks]
     lines += _others(others, fates)
     return first, "\n".join(lines)
+
+
+def _called_beside(dead: Fate, fates: list[Fate]) -> list[str]:
+    """What the rank that died was calling, where the others were calling something else."""
+    own = frames.called_in_torch(dead.stack)
+    names = {f.rank: _name_of_call(f) for f in fates if f is not dead}
+    others = {name for name in names.values() if name}
+    if not own or not others or others == {own}:
+        return []
+    parts = [f"{_verb([r for r in names if names[r] == name], 'was', 'were')} in {name}" for name in sorted(others)]
+    return [f"Why: it was in {own}, and {', '.join(parts)}: what one rank sends, another takes for something else."]
+
+
+def _name_of_call(fate: Fate) -> str | None:
+    stack = fate.error.get("stack_of_error", []) if fate.kind == "raised" else fate.stack
+    return frames.called_in_torch(stack)
 
 
 def _same_error(a: Fate, b: Fate) -> bool:
@@ -240,7 +256,7 @@ def _where_it_failed(fate: Fate) -> list[str]:
     shown = frames.excerpt(places[-1])
     lines.append(f"  in {frames.where(places[-1])}")
     if shown:
-        lines[-1] = f"  in {places[-1]['name']}, {frames.where(places[-1]).split(':')[0]}:"
+        lines[-1] = f"  in {frames.where(places[-1]).split(':')[0]}:"
         lines.append(shown)
     if fate.kind == "died":
         lines[0] = lines[0].replace("  in", "  it was last seen in", 1)
@@ -277,7 +293,7 @@ def _doing(fate: Fate, pending: dict) -> str:
 def _pending(fates: list[Fate]) -> dict:
     """rank -> (number, record) of the last collective it called and some member has not."""
     pending = {}
-    for by_rank in _calls([f.records for f in fates]).values():
+    for by_rank in _calls(fates).values():
         fewest = min(map(len, by_rank.values()))
         for rank, calls in by_rank.items():
             if len(calls) > fewest:

@@ -15,7 +15,7 @@ import sys
 import threading
 from multiprocessing import connection
 
-from .nursery import RANK_ENVIRONMENT
+from .nursery import BOARD_BYTES, RANK_ENVIRONMENT
 
 _MARK = b"\x00\x1a\x00"
 
@@ -110,4 +110,4 @@ def _main(rank: int, size: int, conn: connection.Connection, output, listener) -
     faulthandler.enable(2)
     from . import rank as rank_module
 
-    rank_module.main(rank, size, conn, listener, mmap.mmap(-1, 4096), flush)
+    rank_module.main(rank, size, conn, listener, mmap.mmap(-1, 4096), mmap.mmap(-1, BOARD_BYTES), flush)

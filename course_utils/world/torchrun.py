@@ -16,7 +16,7 @@ import sys
 from . import wire
 
 _calls = 0
-_told: set[int] = set()  # sizes that were asked for and are not there: each is said once
+_told: set[int | str] = set()  # what was asked for and is not there: each is said once
 _store = None
 
 
@@ -36,7 +36,7 @@ def quiet() -> None:
 class JoinedWorld:
     """The first `size` processes of the world that is there, as one default group."""
 
-    def __init__(self, size: int, device: str, seed: int, timeout: float | None):
+    def __init__(self, size: int, device: str, seed: int, timeout: float | None, links=None):
         global _calls, _store
         import torch
         import torch.distributed as dist
@@ -48,6 +48,9 @@ class JoinedWorld:
         if size > there and self.rank == 0 and size not in _told:
             _told.add(size)
             print(f"[asked for {size} ranks, and this world has {there}: running on {there}]", flush=True)
+        if links is not None and self.rank == 0 and "links" not in _told:
+            _told.add("links")
+            print("[links are emulated in a notebook's own ranks only: running on the links that are here]", flush=True)
         if _store is None:
             _store, _, _ = next(iter(dist.rendezvous("env://")))
         _calls += 1
