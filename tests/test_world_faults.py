@@ -331,6 +331,19 @@ def test_calls_that_match_are_left_alone():
     assert launch(work, world_size=3) == [True] * 3
 
 
+def test_a_difference_after_thousands_of_collectives_is_found():
+    def work():
+        x = torch.ones(1)
+        for _ in range(1000):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        if dist.get_rank() == 1:
+            x = x.int()
+        dist.all_reduce(x)
+        return x
+
+    assert "in all_reduce, collective #1001: rank 0 comes with float32[1]" in error_of(work, 2)
+
+
 def test_thousands_of_collectives_in_one_call_are_fine():
     def work():
         x = torch.ones(1)

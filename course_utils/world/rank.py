@@ -46,7 +46,8 @@ class Rank:
         self.jobs: queue.SimpleQueue = queue.SimpleQueue()
         self.sending = threading.Lock()
         self.main_thread = threading.get_ident()
-        self.seen = -1  # the last flight record before this run
+        self.before: dict[str, int] = {}  # group -> how many collectives it had called before this run
+        self.after: dict[str, int] = {}  # the same at the end of it
         self.running = False
 
     def send(self, kind: str, **content) -> None:
@@ -78,7 +79,11 @@ class Rank:
 
     def calls(self, frames: bool = False) -> dict:
         """What this rank has called in this run: collectives, and messages between two ranks."""
-        return {"records": flight_records(self.seen, frames), "messages": list(messages.NOTES)}
+        records = flight_records(frames)
+        self.after.update({record["group"][0]: record["number"] for record in records})
+        for record in records:
+            record["number"] -= self.before.get(record["group"][0], 0)
+        return {"records": [r for r in records if r["number"] > 0], "messages": list(messages.NOTES)}
 
     def note_place(self) -> None:
         data = pickle.dumps(mine(summarize(sys._current_frames().get(self.main_thread)))[-1:])
@@ -124,8 +129,7 @@ class Rank:
         seed_everything(settings["seed"])
 
     def run(self, content) -> None:
-        records = flight_records(self.seen)
-        self.seen = records[-1]["id"] if records else self.seen
+        self.before = dict(self.after)
         try:
             os.chdir(content["cwd"])
         except OSError:
@@ -320,8 +324,8 @@ _DTYPES |= {"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "
 _DTYPES |= {"ComplexFloat": "complex64", "ComplexDouble": "complex128"}
 
 
-def flight_records(after: int, frames: bool = False) -> list[dict]:
-    """The collectives this rank has called since the record `after`: what, with what, in which group.
+def flight_records(frames: bool = False) -> list[dict]:
+    """The last collectives that this rank has called: what, with what, in which group, as its how-manieth.
 
     On Gloo, `send` and `recv` leave no record.
     """
@@ -330,7 +334,7 @@ def flight_records(after: int, frames: bool = False) -> list[dict]:
     except (AttributeError, RuntimeError):  # a torch without it
         return []
     groups = _groups()
-    return [_record(e, groups) for e in entries if e["record_id"] > after and not e["is_p2p"]]
+    return [_record(e, groups) for e in entries if not e["is_p2p"]]
 
 
 def _groups() -> dict[str, tuple[int, ...]]:
@@ -344,9 +348,8 @@ def _record(entry, groups) -> dict:
     name = entry["process_group"][0]
     places = [f for f in entry.get("frames", ()) if is_mine(f["filename"])]  # innermost first
     return {
-        "id": entry["record_id"],
         "group": (name, groups.get(name)),
-        "sequence": entry["collective_seq_id"],
+        "number": entry["collective_seq_id"],
         "operation": entry["profiling_name"].split(":")[-1].lstrip("_"),
         "inputs": [(_DTYPES.get(d, d), s) for d, s in zip(entry["input_dtypes"], entry["input_sizes"])],
         "outputs": [(_DTYPES.get(d, d), s) for d, s in zip(entry["output_dtypes"], entry["output_sizes"])],

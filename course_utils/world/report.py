@@ -43,7 +43,6 @@ def _verb(ranks, one: str, many: str) -> str:
 
 # ---------------------------------------------------------------- did the ranks call the same things?
 
-_CAPACITY = 2000  # records that the flight recorder keeps
 _BY_OUTPUT = {"scatter"}  # only the root has an input
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _UNEVEN = {"all_to_all"}  # sizes may differ between ranks
@@ -64,15 +63,15 @@ def tensors_text(record) -> str:
 
 
 def _calls(fates: list[Fate]) -> dict:
-    """group -> rank -> the calls of this run, in order; only of ranks of which they are known."""
+    """group -> rank -> number in this run -> call, of ranks of which it is known; of many calls only the last are."""
     calls: dict = {}
-    known = {f.rank for f in fates if f.kind not in ("died", "silent") and len(f.records) < _CAPACITY}
+    known = {f.rank for f in fates if f.kind not in ("died", "silent")}
     for fate in fates:
         for record in fate.records if fate.rank in known else ():
-            calls.setdefault(record["group"], {}).setdefault(fate.rank, []).append(record)
+            calls.setdefault(record["group"], {}).setdefault(fate.rank, {})[record["number"]] = record
     for (_, members), by_rank in calls.items():
         for rank in known.intersection(members or ()):
-            by_rank.setdefault(rank, [])
+            by_rank.setdefault(rank, {})
     return calls
 
 
@@ -99,19 +98,19 @@ def difference(fates: list[Fate]) -> str | None:
 def _collectives_differ(fates, finished) -> str | None:
     for (name, members), by_rank in _calls(fates).items():
         group = "" if name in ("0", "default_pg") or members is None else f" of the group of {ranks_text(members)}"
-        for i in range(max(map(len, by_rank.values()))):
-            present = {rank: calls[i] for rank, calls in by_rank.items() if i < len(calls)}
-            absent = [rank for rank, calls in by_rank.items() if i >= len(calls) and rank in finished]
+        for number in sorted({number for calls in by_rank.values() for number in calls}):
+            present = {rank: calls[number] for rank, calls in by_rank.items() if number in calls}
+            absent = [rank for rank, calls in by_rank.items() if number > max(calls, default=0) and rank in finished]
             by_what: dict = {}
             for rank, record in present.items():
                 by_what.setdefault(_comparable(record), []).append(rank)
             if len(by_what) > 1:
-                return _describe_difference(i + 1, group, present, by_what)
+                return _describe_difference(number, group, present, by_what)
             if absent and members is not None:
                 record = next(iter(present.values()))
                 what = record["operation"] + (f" of {tensors_text(record)}" if tensors_text(record) else "")
                 return (
-                    f"{_verb(present, 'calls', 'call')} collective #{i + 1}{group}, {what}{_place(record)}, "
+                    f"{_verb(present, 'calls', 'call')} collective #{number}{group}, {what}{_place(record)}, "
                     f"and {_verb(absent, 'returns', 'return')} without calling it"
                 )
     return None
@@ -294,10 +293,10 @@ def _pending(fates: list[Fate]) -> dict:
     """rank -> (number, record) of the last collective it called and some member has not."""
     pending = {}
     for by_rank in _calls(fates).values():
-        fewest = min(map(len, by_rank.values()))
+        fewest = min(max(calls, default=0) for calls in by_rank.values())
         for rank, calls in by_rank.items():
-            if len(calls) > fewest:
-                pending[rank] = (fewest + 1, calls[fewest])
+            if fewest + 1 in calls:
+                pending[rank] = (fewest + 1, calls[fewest + 1])
     return pending
 
 
