@@ -1,22 +1,25 @@
 """`examine` produces the report on a function: live ranks against its twin on a single process; `check` shows it.
 
 What is looked at, in this order: does the call make sense; does the function run, and return what was asked for; is the
-result right; are the gradients right, in the doctor's words; what did it communicate. The first thing that is wrong is
-the answer, at the first number of ranks at which it is wrong.
+result right; do gradients flow back through what has a backward only; are they right, in the doctor's words; what did
+it communicate. The first thing that is wrong is the answer, at the first number of ranks at which it is wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import io
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from course_utils.gradients import Diagnosis, diagnose
 from course_utils.grading import probe, sharded_autograd
-from course_utils.grading.exercises import Case, Evidence, Exercise, Input
+from course_utils.grading.exercises import AllReduce, Case, Evidence, Exercise, Input, Sent, Sizes
 from course_utils.grading.reports import Report, Row
 from course_utils.world import RankError, RankTimeout, World
 from course_utils.world.report import ranks_text
@@ -89,9 +92,9 @@ def examine(
     for done, world_size in enumerate(world_sizes):
         wrong = _on(exercise, fn, world_size, seed, timeout)
         if wrong:
-            right_on = f"; on {_enumerate(world_sizes[:done])} ranks all is right" if done else ""
-            return Report(False, f"{name} on {world_size} ranks: {wrong.headline}{right_on}", *_rest(wrong))
-    return Report(True, f"{name} is right on {_enumerate(world_sizes)} ranks: {_praise(exercise)}")
+            right_on = f"; on {_ranks(*world_sizes[:done])} all is right" if done else ""
+            return Report(False, f"{name} on {_ranks(world_size)}: {wrong.headline}{right_on}", *_rest(wrong))
+    return Report(True, f"{name} is right on {_ranks(*world_sizes)}: {_praise(exercise)}")
 
 
 def _rest(report: Report) -> tuple:
@@ -103,11 +106,13 @@ def _enumerate(things, last: str = "and") -> str:
     return f"{', '.join(most)} {last} {final}" if most else final
 
 
+def _ranks(*numbers: int) -> str:
+    return f"{_enumerate(numbers)} {'rank' if numbers == (1,) else 'ranks'}"
+
+
 def _praise(exercise: Exercise) -> str:
-    gradients = _enumerate(f"{i.name}.grad" for i in exercise.inputs)
-    if exercise.price is None:
-        return f"the output, and {gradients}"
-    return f"the output, {gradients}, with no more communication than it takes"
+    right = _enumerate(["the output", *(f"{i.name}.grad" for i in exercise.inputs)])
+    return f"{right}, with no more communication than it takes"
 
 
 # ---------------------------------------------------------------- does the call make sense?
@@ -123,12 +128,15 @@ def _refuse(name, fn) -> Report | None:
         return Report(False, f"there is no exercise named {name!r}{guess} The names are {names}")
     exercise = EXERCISES[name]
     call = ", ".join(i.name for i in exercise.inputs)
+    as_in = f"check({name!r}, {exercise.written or name})"
+    if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
+        return Report(False, f"the second argument is the class {fn.__name__}: pass its function, {fn.__name__}.apply")
     if not callable(fn):
         what = f"the text {fn!r:.40}" if isinstance(fn, str) else f"of type {type(fn).__name__}"
         return Report(
             False,
             f"the second argument is {what}, not a function: pass the function itself, without calling it and without "
-            f"quotation marks, as in check({name!r}, {name})",
+            f"quotation marks, as in {as_in}",
         )
     try:
         inspect.signature(fn).bind(*exercise.inputs)
@@ -147,19 +155,35 @@ def _on(exercise: Exercise, fn, world_size: int, seed: int, timeout: float) -> R
     """What is wrong on so many ranks, if anything. The second case meets what the first has left behind."""
     try:
         with World(world_size, timeout=timeout) as world:
-            for number in range(2):
-                wrong = _on_case(Case(exercise, world_size, seed + number), fn, world)
+            for again in (False, True):
+                case = Case(exercise, world_size, seed + again)
+                with _labelled(case, again):
+                    wrong = _on_case(case, fn, world)
                 if wrong:
-                    again = ", with other inputs than in the call before" if number else ""
-                    return Report(False, wrong.headline + again, *_rest(wrong))
+                    other = ", with other inputs than in the call before" if again else ""
+                    return Report(False, wrong.headline + other, *_rest(wrong))
     except RankError as error:
-        return _failed(error, timeout)
+        return _failed(exercise, error, timeout)
     except TypeError as error:  # a function that can't be sent to the ranks
         return Report(False, str(error))
     return None
 
 
-def _failed(error: RankError, timeout: float) -> Report:
+@contextlib.contextmanager
+def _labelled(case: Case, again: bool) -> Iterator[None]:
+    """What is printed inside comes out at the end, under a line that says in which call it was."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            yield
+    finally:
+        if said.getvalue():
+            given = ", ".join(f"{i.name} {list(i.shape_on(1, case.sizes))}" for i in case.exercise.inputs)
+            call = "the second call" if again else "the first call"
+            print(f"Printed by {call} on {_ranks(case.world_size)}, with {given}:\n{said.getvalue()}", end="")
+
+
+def _failed(exercise: Exercise, error: RankError, timeout: float) -> Report:
     text = str(error)
     if isinstance(error, RankTimeout):
         if "still running" in text:
@@ -173,11 +197,9 @@ def _failed(error: RankError, timeout: float) -> Report:
     first, *more = text.splitlines()
     if error.error_type == "NotImplementedError":
         said = first.partition("NotImplementedError: ")[2]
-        return Report(False, "not written yet" + (f" ({said})" if said else ""), detail="\n".join(more), hint=_START)
+        headline = f"not written yet: {said}" if said else "not written yet"
+        return Report(False, headline, detail="\n".join(more), hint=exercise.start)
     return Report(False, first, detail="\n".join(more))
-
-
-_START = "begin with the single-process specification, and change only what a rank can't know from its own inputs"
 
 
 def _on_case(case: Case, fn, world: World) -> Report | None:
@@ -198,6 +220,9 @@ def _on_case(case: Case, fn, world: World) -> Report | None:
         )
 
     backward = world.run(probe.backward)
+    warning = next((found["warning"] for found in backward if found["warning"]), "")
+    if warning:
+        return _by_luck(warning)
     of_gradients = diagnose(gradients, [found["gradients"] for found in backward])
     if not of_gradients:
         return Report(
@@ -206,18 +231,26 @@ def _on_case(case: Case, fn, world: World) -> Report | None:
             *_table(of_gradients, [f"{v.name}.grad" for v in of_gradients]),
             hint=exercise.hint(Evidence("backward", of_gradients)),
         )
-    if any(found["lucky"] for found in backward):
-        return Report(False, "the gradients are right by luck", hint=_LUCK)
-    if exercise.price is not None:
-        return _too_dear(case, forward, backward, of_gradients)
-    return None
+    if any(found["changed"] for found in backward):
+        return Report(
+            False,
+            "output and gradients are right, but backward changes in place the gradient that it is given",
+            hint="autograd may need that tensor for something else: work on a copy of it",
+        )
+    return _too_dear(case, forward, backward, of_gradients)
 
 
-_LUCK = (
-    "dist.all_reduce has no backward, and you call it on a tensor that autograd follows: torch hands the gradient on "
-    "as if nothing had happened, and warns that it will stop doing so; call it inside an autograd function, which says "
-    "what flows back"
-)
+def _by_luck(warning: str) -> Report:
+    """Gradients have gone through a collective that has no backward: right or not, they are not to be relied on."""
+    *first, _ = warning.partition("future version of PyTorch.")
+    return Report(
+        False,
+        "the result is right, but gradients flow through a collective that has no backward: any that are right are so "
+        "by luck",
+        detail="\n".join(textwrap.wrap(f"torch warns: {''.join(first)}", 100)),
+        hint="it is called on a tensor that autograd follows, and torch hands the gradient on as if nothing had "
+        "happened; call it inside an autograd function, which says what flows back",
+    )
 
 
 # ---------------------------------------------------------------- what came out
@@ -243,13 +276,11 @@ def _complaint(case: Case, found: dict) -> tuple[str, str] | None:
         return f"it changed its input {found['changed'][0]} in place", ": the caller still needs it, so work on a copy"
     if found["type"] == "NoneType":
         return "it returned None", ": is there a return at its end?"
+    meaning = _in_words(output, case.sizes)
     if "shape" not in found:
-        return f"it returned a {found['type']}", f", expected a tensor of shape {expected}: {_in_words(output)}"
+        return f"it returned a {found['type']}", f", expected a tensor of shape {expected}: {meaning}"
     if found["shape"] != tuple(expected):
-        return (
-            f"it returned a tensor of shape {list(found['shape'])}",
-            f", expected {expected}: {_in_words(output)}",
-        )
+        return f"it returned a tensor of shape {list(found['shape'])}", f", expected {expected}: {meaning}"
     if found["dtype"] is not torch.float32:
         return f"it returned {str(found['dtype']).removeprefix('torch.')}", ", expected float32 like the inputs"
     if not found["grows"]:
@@ -260,9 +291,11 @@ def _complaint(case: Case, found: dict) -> tuple[str, str] | None:
     return None
 
 
-def _in_words(output: Input) -> str:
+def _in_words(output: Input, sizes: Sizes) -> str:
     if output.sharded is None:
         return f"[{', '.join(output.shape)}], whole on every rank"
+    if sizes[output.sharded] == 1:
+        return f"[{', '.join(output.shape)}], one {output.sharded} on each rank"
     shape = ", ".join(f"{d} / world_size" if d == output.sharded else d for d in output.shape)
     return f"[{shape}], the part of this rank's own {output.sharded}"
 
@@ -287,33 +320,60 @@ def _table(diagnosis: Diagnosis, names) -> tuple:
 
 def _too_dear(case: Case, forward: list[dict], backward: list[dict], diagnosis: Diagnosis) -> Report | None:
     """A right answer that communicates more than the exercise's price; judged by the rank that communicates most."""
-    price = case.exercise.price
+    price, phases = case.exercise.price, ("forward", "backward")
     per_rank = [
-        [("forward", row) for row in there["traffic"]] + [("backward", row) for row in back["traffic"]]
-        for there, back in zip(forward, backward, strict=True)
+        [
+            Sent(phase, row.operation, row.size, str(row.line or ""))
+            for phase, found in zip(phases, both)
+            for row in found["traffic"]
+        ]
+        for both in zip(forward, backward)
     ]
-    rows = max(per_rank, key=lambda rows: (len(rows), sum(row.size for _, row in rows)))
-    counted = tuple((phase, row.operation) for phase, row in rows)
-    most = 4 * price.numbers(case.sizes)
-    total = sum(row.size for _, row in rows)
-    if set(counted) <= {("backward", "all_reduce")} and len(counted) <= 1 and total <= most:
+
+    def dear(sent: list[Sent]) -> list[str]:
+        return [phase for phase in phases if not _within(price.of(phase), _in(phase, sent), case.sizes)]
+
+    sent = max(per_rank, key=lambda sent: (len(dear(sent)), len(sent), sum(one.bytes for one in sent)))
+    if not dear(sent):
         return None
-    shown = tuple(Row(False, (phase, row.operation, str(row.size), str(row.line or ""))) for phase, row in rows)
+    said = [_compared(phase, price.of(phase), _in(phase, sent), case.sizes) for phase in dear(sent)]
+    unused = [phase for phase in phases if price.of(phase) and not _in(phase, sent)]
+    also = "".join(f", with one of {_bytes(price.of(phase), case.sizes)} in {phase}" for phase in unused)
     return Report(
         False,
-        f"output and gradients are right, but with {_collectives(counted)} ({total} bytes), where one all-reduce in "
-        f"backward is enough ({most} bytes: {price.formula})",
-        ("when", "collective", "bytes", "called from"),
-        shown,
-        hint=case.exercise.hint(Evidence("price", diagnosis, counted)),
+        f"output and gradients are right, but more is sent than it takes: {'; '.join(said)}{also}",
+        ("when", "operation", "bytes", "called from"),
+        tuple(Row(one.phase not in dear(sent), (one.phase, one.operation, str(one.bytes), one.line)) for one in sent),
+        hint=case.exercise.hint(Evidence("price", diagnosis, tuple(sent))),
     )
 
 
-def _collectives(counted) -> str:
-    """`2 all-reduces in backward`"""
-    parts = []
-    for phase, operation in dict.fromkeys(counted):
-        times = counted.count((phase, operation))
-        name = operation.replace("_", "-") + ("s" if times > 1 else "")
-        parts.append(f"{times if times > 1 else 'one'} {name} in {phase}")
-    return _enumerate(parts)
+def _in(phase: str, sent: Sequence[Sent]) -> list[Sent]:
+    return [one for one in sent if one.phase == phase]
+
+
+def _within(enough: AllReduce | None, sent: list[Sent], sizes: Sizes) -> bool:
+    if not sent:
+        return True
+    return bool(enough) and [s.operation for s in sent] == ["all_reduce"] and sent[0].bytes <= enough.bytes(sizes)
+
+
+def _compared(phase: str, enough: AllReduce | None, sent: list[Sent], sizes: Sizes) -> str:
+    """`in backward 2 all-reduces of 280 bytes, where one of 240 bytes (2 · batch · hidden numbers) is enough`"""
+    operations = [one.operation for one in sent]
+    names = [_counted(operations.count(operation), operation) for operation in dict.fromkeys(operations)]
+    in_all = " in all" if len(sent) > 1 else ""
+    there = f"in {phase} {_enumerate(names)} of {sum(one.bytes for one in sent)} bytes{in_all}"
+    if enough is None:
+        return f"{there}, where nothing has to be sent"
+    one = "one" if set(operations) == {"all_reduce"} else "one all-reduce"
+    return f"{there}, where {one} of {_bytes(enough, sizes)} is enough"
+
+
+def _bytes(enough: AllReduce, sizes: Sizes) -> str:
+    return f"{enough.bytes(sizes)} bytes ({enough.formula} numbers)"
+
+
+def _counted(times: int, operation: str) -> str:
+    name = operation.replace("_", "-")
+    return f"{times} {name}s" if times > 1 else f"one {name}"

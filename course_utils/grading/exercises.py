@@ -40,11 +40,39 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Price:
-    """The collectives that are enough: none in forward, and in backward one all-reduce of `numbers(sizes)` numbers."""
+class AllReduce:
+    """One all-reduce of `numbers(sizes)` float32 numbers; `formula` says in words how many.
+
+    >>> AllReduce(lambda sizes: 2 * sizes["batch"], "2 · batch").bytes({"batch": 3})
+    24
+    """
 
     numbers: Callable[[Sizes], int]
     formula: str
+
+    def bytes(self, sizes: Sizes) -> int:
+        return 4 * self.numbers(sizes)
+
+
+@dataclass(frozen=True)
+class Price:
+    """What is enough to send in forward and in backward; None: nothing."""
+
+    forward: AllReduce | None = None
+    backward: AllReduce | None = None
+
+    def of(self, phase: str) -> AllReduce | None:
+        return {"forward": self.forward, "backward": self.backward}[phase]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One operation that a rank called: in which phase, with how many bytes (S of its definition), from which line."""
+
+    phase: str
+    operation: str
+    bytes: int
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +80,15 @@ class Evidence:
     """What a hint may look at: how far the function got, and what the doctor found there.
 
     `stage` is "forward", "backward" or "price"; `diagnosis` is of the output in the first, of the gradients in the
-    others; `counted` has the phase and the operation of each collective.
+    others; `sent` has what the rank that communicates most has called, if the stage is "price".
     """
 
     stage: str
     diagnosis: Diagnosis
-    counted: tuple[tuple[str, str], ...] = ()
+    sent: tuple[Sent, ...] = ()
+
+    def operations(self, phase: str) -> list[str]:
+        return [one.operation for one in self.sent if one.phase == phase]
 
 
 @dataclass(frozen=True)
@@ -65,13 +96,15 @@ class Exercise:
     """One function that a learner writes.
 
     Attributes:
-        name: of the exercise and of the function.
+        name: of the exercise.
         inputs: what every rank's call is given, in order.
         output: the shape of the result, as for an input.
         specification: the single-process twin, on whole inputs.
         sizes: draws the length of each dimension.
         hint: the one sentence for a wrong answer.
-        price: what it may communicate; None if that is not the point.
+        price: what it may communicate.
+        start: the one sentence for a function that is not written yet.
+        written: what the learner passes to `check`; the exercise's name if "".
     """
 
     name: str
@@ -80,7 +113,9 @@ class Exercise:
     specification: Callable[..., Tensor]
     sizes: Callable[[random.Random], Sizes]
     hint: Callable[[Evidence], str]
-    price: Price | None = None
+    price: Price
+    start: str = ""
+    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +144,10 @@ class Case:
         return torch.cat([self.piece(tensor, rank) for rank in range(self.world_size)], dim=tensor.dim)
 
     def reference(self) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Output and gradients of the specification, on one process. The loss is the sum of output x direction."""
+        """Output and gradients of the specification, on one process. The loss is the sum of output x direction.
+
+        An output that is whole here and of which every rank has a copy of its own meets each copy's direction.
+        """
         leaves = {i.name: self.whole(i).requires_grad_() for i in self.exercise.inputs}
         output = self.exercise.specification(*leaves.values())
         (output * self.whole(self.exercise.output)).sum().backward()

@@ -37,15 +37,17 @@ def forward(case: Case, fn) -> dict:
 
 def backward() -> dict:
     """The gradients of this rank's inputs; its loss is the sum of output x direction."""
-    loss = (_held["output"] * _held["direction"]).sum()
+    direction = _held["direction"].clone()
     with count() as traffic, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        loss.backward()
-    lucky = [
-        w for w in said if "autograd kernel was not registered" in str(w.message)
-    ]  # it went through a c10d operator
+        _held["output"].backward(direction)
+    lucky = [w for w in said if "autograd kernel was not registered" in str(w.message)]  # through a c10d operator
     for w in said:
         if w not in lucky:
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-    gradients = {name: value.grad for name, value in _held["inputs"].items()}
-    return {"gradients": gradients, "traffic": traffic, "lucky": bool(lucky)}
+    return {
+        "gradients": {name: value.grad for name, value in _held["inputs"].items()},
+        "changed": not torch.equal(direction, _held["direction"]),
+        "traffic": traffic,
+        "warning": str(lucky[0].message) if lucky else "",
+    }

@@ -1,4 +1,6 @@
-"""The two exercises of notebook 05: where the border between replicated and sharded runs, and what crossing it costs.
+"""The exercises of notebook 05: where the border between replicated and sharded runs, and what crossing it costs.
+
+The first has three parts, which are checked one by one: f, g, and the module that has both.
 
 The border and its two functions: Shoeybi et al., "Megatron-LM" (2019), section 3, the operators f and g of figure 3.
 """
@@ -11,7 +13,91 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from course_utils.gradients import Disease
-from course_utils.grading.exercises import Evidence, Exercise, Input, Price, Sizes
+from course_utils.grading.exercises import AllReduce, Evidence, Exercise, Input, Price, Sizes
+
+_START = "begin with the single-process specification, and change only what a rank can't know from its own inputs"
+
+# ---------------------------------------------------------------- 1: f, into the shards
+
+
+def copy_to_parallel(x: Tensor) -> Tensor:
+    """[1, rows, columns] -> the same, once on every rank; each rank goes on in its own way"""
+    return x
+
+
+def _operator_sizes(draw: random.Random) -> Sizes:
+    return {"copy": 1, "term": 1, "sum": 1, "rows": draw.randint(2, 4), "columns": draw.randint(5, 7)}
+
+
+def _numbers(sizes: Sizes) -> int:
+    return sizes["rows"] * sizes["columns"]
+
+
+def _copy_hint(evidence: Evidence) -> str:
+    if evidence.stage == "forward":
+        return "in forward f is the identity: each rank goes on with the x that it has"
+    if evidence.stage == "price":
+        if evidence.operations("forward"):
+            return "x is the same on every rank before f and after it: what has forward to send?"
+        return "adding up what all ranks have, for all of them, is a single collective"
+    x = evidence.diagnosis["x"]
+    if Disease.MISSING in x.diseases:
+        return "what backward returns is the gradient of x: does it return one at its end, on every rank?"
+    if x.k_name == "1/world_size":
+        return "each rank has one term of the gradient: is what joins terms a sum or a mean?"
+    if Disease.PARTIAL in x.diseases:
+        return "each rank used x in its own way, and its grad is one term of x's gradient: who adds up the terms?"
+    return "in backward the gradients of all ranks are added up, once, and every rank returns the sum"
+
+
+COPY_TO_PARALLEL = Exercise(
+    name="copy_to_parallel",
+    inputs=(Input("x", ("copy", "rows", "columns")),),
+    output=Input("output", ("copy", "rows", "columns"), sharded="copy"),
+    specification=copy_to_parallel,
+    sizes=_operator_sizes,
+    hint=_copy_hint,
+    price=Price(backward=AllReduce(_numbers, "rows · columns")),
+    written="CopyToParallel.apply",
+)
+
+# ---------------------------------------------------------------- 1: g, out of them
+
+
+def reduce_from_parallel(x: Tensor) -> Tensor:
+    """One term [1, rows, columns] on each rank -> their sum [1, rows, columns]; all ranks go on alike"""
+    return x.sum(dim=0, keepdim=True)
+
+
+def _reduce_hint(evidence: Evidence) -> str:
+    if evidence.stage == "forward":
+        found = evidence.diagnosis["output"].diseases
+        if Disease.SCALED in found:
+            return "g gives the sum of the terms, not their mean"
+        return "after g every rank has the sum of all ranks' terms"
+    if evidence.stage == "price":
+        if len(evidence.operations("forward")) > 1 or set(evidence.operations("forward")) - {"all_reduce"}:
+            return "adding up what all ranks have, for all of them, is a single collective"
+        return "what arrives in backward is the same on every rank: what could a rank learn from the others?"
+    x = evidence.diagnosis["x"]
+    if Disease.MISSING in x.diseases:
+        return "what backward returns is the gradient of x: does it return one at its end, on every rank?"
+    return (
+        "every rank computes the same loss from the sum, so the same gradient of the sum arrives on each; and with "
+        "which factor did this rank's term go into the sum?"
+    )
+
+
+REDUCE_FROM_PARALLEL = Exercise(
+    name="reduce_from_parallel",
+    inputs=(Input("x", ("term", "rows", "columns"), sharded="term"),),
+    output=Input("output", ("sum", "rows", "columns")),
+    specification=reduce_from_parallel,
+    sizes=_operator_sizes,
+    hint=_reduce_hint,
+    price=Price(forward=AllReduce(_numbers, "rows · columns")),
+    written="ReduceFromParallel.apply",
+)
 
 # ---------------------------------------------------------------- 1: a classifier that pools over sharded tokens
 
@@ -22,12 +108,14 @@ def pooled_logits(x: Tensor, up: Tensor, head: Tensor) -> Tensor:
 
 
 def _pooled_sizes(draw: random.Random) -> Sizes:
+    """All different. So many tokens that to gather them is dearer than the price, and more classes than samples."""
+    hidden = draw.randint(7, 9)
     return {
         "batch": draw.randint(2, 4),
-        "tokens": draw.randint(2, 5),
-        "hidden": draw.randint(5, 9),
-        "features": draw.randint(6, 10),
-        "classes": draw.randint(3, 6),
+        "tokens": draw.randint(13, 16),
+        "hidden": hidden,
+        "features": hidden + draw.randint(1, 3),
+        "classes": draw.randint(5, 6),
     }
 
 
@@ -39,6 +127,18 @@ def _pooled_hint(evidence: Evidence) -> str:
         if Disease.SCALED in found:
             return "the mean is over the tokens of the whole sequence: how many are there, and how many has one rank?"
         return "write down the shape of every intermediate result, and beside it: whole, sharded, or one term of a sum?"
+    if evidence.stage == "price":
+        if set(evidence.operations("forward")) - {"all_reduce"}:
+            return (
+                "the sequence is too long for one rank, so no rank should ever have all of it: what is the smallest "
+                "thing that the ranks have to tell each other before head sees it?"
+            )
+        if evidence.operations("backward") not in ([], ["all_reduce"]):
+            return (
+                "only a gradient of which each rank has one term needs to be added up: what else is added up in your "
+                "backward, and could what it meets have been the same on every rank?"
+            )
+        return "what is the smallest tensor that has to cross each border, and how often does it cross?"
     x, up, head = (evidence.diagnosis[name] for name in ("x", "up", "head"))
     if Disease.MISSING in x.diseases:
         return "somewhere between x and the logits the graph is cut: a collective that has no backward does that"
@@ -69,6 +169,11 @@ POOLED_LOGITS = Exercise(
     specification=pooled_logits,
     sizes=_pooled_sizes,
     hint=_pooled_hint,
+    price=Price(
+        forward=AllReduce(lambda sizes: sizes["batch"] * sizes["features"], "batch · features"),
+        backward=AllReduce(lambda sizes: sizes["hidden"] * sizes["features"], "hidden · features"),
+    ),
+    start=_START,
 )
 
 # ---------------------------------------------------------------- 2: a modulated norm, with one collective
@@ -91,9 +196,9 @@ def _modulated_hint(evidence: Evidence) -> str:
         return "forward needs nothing from the other ranks: apply the specification to this rank's tokens"
     x, gain, cond, weight = (evidence.diagnosis[name] for name in ("x", "gain", "cond", "weight"))
     if evidence.stage == "price":
-        if any(phase == "forward" for phase, _ in evidence.counted):
+        if evidence.operations("forward"):
             return "the output stays sharded, and no rank needs another's tokens: what has forward to send?"
-        if len(evidence.counted) > 1:
+        if len(evidence.operations("backward")) > 1:
             return (
                 "gain, cond and weight meet each other before any of them meets a token: how far can you compute "
                 "before the border, and can all that crosses it travel as one tensor?"
@@ -126,7 +231,8 @@ MODULATED_NORM = Exercise(
     specification=modulated_norm,
     sizes=_modulated_sizes,
     hint=_modulated_hint,
-    price=Price(lambda sizes: 2 * sizes["batch"] * sizes["hidden"], "2 · batch · hidden numbers"),
+    price=Price(backward=AllReduce(lambda sizes: 2 * sizes["batch"] * sizes["hidden"], "2 · batch · hidden")),
+    start=_START,
 )
 
-EXERCISES = (POOLED_LOGITS, MODULATED_NORM)
+EXERCISES = (COPY_TO_PARALLEL, REDUCE_FROM_PARALLEL, POOLED_LOGITS, MODULATED_NORM)

@@ -7,6 +7,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from course_utils import hardware
+
 
 def _number(name: str, value, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -135,9 +137,11 @@ class Node:
         return register(self, board)
 
 
-# One direction, per GPU. Bandwidths: vendor figures as tabulated in stas00/ml-engineering (H100 NVLink 450 GB/s, PCIe 5
-# x16 63 GB/s, InfiniBand NDR 400 Gbit/s); latencies: the constants of NCCL's tuner, src/graph/tuning.cc, ring, Simple
-# protocol (NVLink 3.4 µs, network 14 µs; NCCL has none for PCIe, and 5.7 µs, its figure for PCI in the ring, is used).
-NVLINK = Link(3.4e-6, 1 / 450e9, "NVLink")
-PCIE = Link(5.7e-6, 1 / 63e9, "PCIe")
-INFINIBAND = Link(14e-6, 1 / 50e9, "InfiniBand")
+def _published(link: hardware.Link, name: str) -> Link:
+    """A published link, with the latency that NCCL's tuner assumes for a ring under its Simple protocol."""
+    return Link(link.latency("ring", "Simple"), 1 / link.bytes_per_second, name)
+
+
+NVLINK = _published(hardware.NVLINK_H100, "NVLink")
+PCIE = Link(5.7e-6, 1 / hardware.PCIE_5.bytes_per_second, "PCIe")  # the tuner's PCI, ring, Simple
+INFINIBAND = _published(hardware.INFINIBAND_NDR, "InfiniBand")
