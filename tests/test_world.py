@@ -118,9 +118,9 @@ def test_a_module_beside_the_notebook_can_be_imported_in_ranks(tmp_path, monkeyp
 
 def test_a_variable_set_in_the_kernel_is_seen_in_ranks_and_gone_when_taken_away(world, monkeypatch):
     monkeypatch.setenv("COURSE_TEST_VARIABLE", "on")
-    assert world.run(os.environ.get, "COURSE_TEST_VARIABLE") == ["on"] * 3
+    assert world.run(lambda: os.environ.get("COURSE_TEST_VARIABLE")) == ["on"] * 3
     monkeypatch.delenv("COURSE_TEST_VARIABLE")
-    assert world.run(os.environ.get, "COURSE_TEST_VARIABLE") == [None] * 3
+    assert world.run(lambda: os.environ.get("COURSE_TEST_VARIABLE")) == [None] * 3
 
 
 def test_torch_distributed_debug_reaches_the_group_of_a_fresh_world(monkeypatch):
@@ -162,6 +162,44 @@ def test_a_kept_world_keeps_its_ranks_their_group_and_what_a_function_leaves():
     with World(2) as kept:
         pids = kept.run(build)
         assert kept.run(use) == [(pid, 3, 1.0) for pid in pids]
+
+
+steps = 0
+setting = {"lr": 0.1}
+
+
+def test_a_global_is_sent_when_it_changes_here_and_not_over_what_a_rank_has_made_of_it():
+    def step():
+        global steps
+        steps += 1
+        return steps, setting["lr"]
+
+    global steps
+    with World(1) as kept:
+        assert [kept.run(step)[0] for _ in range(3)] == [(1, 0.1), (2, 0.1), (3, 0.1)]
+        setting["lr"] = 0.5
+        steps = 10
+        assert kept.run(step) == [(11, 0.5)]
+    steps, setting["lr"] = 0, 0.1
+
+
+def test_functions_of_two_namespaces_keep_their_own_globals():
+    spaces = [{"__name__": "__main__", "rate": rate} for rate in (0.1, 0.5)]
+    for space in spaces:
+        exec("def read():\n    return rate", space)
+    first, second = (space["read"] for space in spaces)
+    assert launch(lambda: (first(), second()), world_size=1) == [(0.1, 0.5)]
+
+
+def test_two_threads_can_use_one_world(world):
+    results = {}
+    names = "abcd"
+    threads = [threading.Thread(target=lambda n=n: results.update({n: world.run(lambda x: x, n)})) for n in names]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert results == {n: [n] * 3 for n in names}
 
 
 def test_each_rank_has_one_thread(world):
@@ -426,3 +464,84 @@ def test_a_plain_script_without_a_main_guard_works(tmp_path, start):
         timeout=180,
     )
     assert (done.stdout, done.stderr) == ("[rank 0] hello\n[rank 1] hello\n[10, 11]\n", "")
+
+
+OFFLINE = """
+import fcntl, socket, struct
+with socket.socket() as s:  # as `ip link set lo up`
+    fcntl.ioctl(s, 0x8914, struct.pack("16sH14s", b"lo", 0x41, b""))
+import torch.distributed as dist
+from course_utils import launch
+print(launch(dist.get_rank, world_size=2))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="network namespaces are Linux's")
+def test_ranks_need_no_network_and_say_nothing_of_it():
+    namespace = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--net"]
+    try:
+        allowed = subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    if not allowed:
+        pytest.skip("this machine lets nobody make a network namespace (unshare)")
+    done = subprocess.run(
+        [*namespace, sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
+
+
+def run_script(text: str, seconds: int = 120, **environment) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", "import os, sys, threading, time\nimport torch.distributed as dist\n" + text],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_with_an_open_world_ends_also_where_ranks_are_spawned():
+    script = "from course_utils import World\nworld = World(2)\nprint(world.run(dist.get_rank))"
+    assert run_script(script, COURSE_UTILS_START="spawn") == (0, "[0, 1]\n", "")
+    assert run_script(script) == (0, "[0, 1]\n", "")
+
+
+def test_the_first_calls_may_come_from_several_threads():
+    script = "from course_utils import launch\nout = []\n"
+    script += (
+        "ts = [threading.Thread(target=lambda: out.append(launch(dist.get_rank, world_size=2))) for _ in range(3)]\n"
+    )
+    script += "[t.start() for t in ts]; [t.join(100) for t in ts]; print(out)"
+    assert run_script(script) == (0, "[[0, 1], [0, 1], [0, 1]]\n", "")
+
+
+def test_ranks_start_where_the_system_has_no_files_in_memory(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif hasattr(os, 'memfd_create'):\n    del os.memfd_create\n")
+    script = "from course_utils import launch\nprint(launch(dist.get_rank, world_size=3))"  # as on macOS
+    assert run_script(script, PYTHONPATH=str(tmp_path)) == (0, "[0, 1, 2]\n", "")
+
+
+def test_variables_of_a_group_of_ones_own_in_the_kernel_change_nothing():
+    script = "from course_utils import launch\nprint(launch(dist.get_rank, world_size=2))\n"
+    script += "os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='1')\n"
+    script += "print(launch(dist.get_rank, world_size=3))"
+    assert run_script(script) == (0, "[0, 1]\n[0, 1, 2]\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
+def test_a_kernel_that_forks_still_takes_its_ranks_with_it():
+    script = """
+from course_utils import World
+world = World(2)
+print(*world.run(os.getpid), flush=True)
+if os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+    started = subprocess.Popen([sys.executable, "-c", "import os, time\n" + script], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in started.stdout.readline().split()]
+    started.wait(60)
+    end = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)

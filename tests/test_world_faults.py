@@ -1,6 +1,7 @@
 """What `launch` says when something goes wrong: the best-explained part of the course."""
 
 import os
+import resource
 import signal
 import sys
 import threading
@@ -80,6 +81,40 @@ def test_what_was_printed_before_the_failure_is_shown(capsys):
 
     error_of(work, 2)
     assert capsys.readouterr().out == "[rank 0] before\n[rank 1] before\n"
+
+
+def test_errors_with_odd_texts_causes_and_depths_are_reported():
+    class Odd(Exception):
+        def __str__(self):
+            raise KeyError
+
+    def odd():
+        raise Odd
+
+    def caused():
+        try:
+            int("x")
+        except ValueError as error:
+            raise RuntimeError("reading the config") from error
+
+    def deep(n=0):
+        return deep(n + 1)
+
+    assert "Odd: (its text can't be had: KeyError)" in error_of(odd, 1)
+    assert "because of ValueError: invalid literal for int() with base 10: 'x'" in error_of(caused, 1)
+    text = error_of(deep, 1)
+    assert "RecursionError" in text and "more calls" in text and len(text.splitlines()) < 30
+
+
+@pytest.mark.parametrize("line", ["." * 100, "." * 100 + "\n"])
+def test_the_timeout_holds_however_much_is_printed(line):
+    def work():
+        while True:
+            sys.stdout.write(line)
+
+    start = time.monotonic()
+    assert "still running after 1 s" in error_of(work, 1, kind=RankTimeout, timeout=1)
+    assert time.monotonic() - start < 60
 
 
 # ---------------------------------------------------------------- a death
@@ -184,6 +219,15 @@ def test_work_that_is_only_slow_is_told_from_a_deadlock():
     assert text.startswith("ranks 0, 1 were still running after 0.7 s: if the work is only slow, give it more time")
 
 
+def test_asking_for_the_rank_is_no_waiting():
+    def work():
+        while dist.get_rank() == 1:
+            pass
+
+    text = error_of(work, 2, kind=RankTimeout, timeout=0.7)
+    assert "rank 1 was running" in text and "waiting" not in text
+
+
 def test_a_slow_call_that_gets_there_is_not_disturbed():
     def work():
         time.sleep(1.5 * dist.get_rank())
@@ -257,8 +301,17 @@ def test_different_roots_are_named():
     def work():
         dist.broadcast(torch.ones(4), dist.get_rank())
 
-    text = error_of(work, 2, timeout=1)
-    assert "the ranks don't agree on the root of broadcast: rank 0 says src=0, rank 1 says src=1" in text
+    text = error_of(work, 2, timeout=LONG)
+    assert "the ranks don't agree on src in broadcast: rank 0 says src=0, rank 1 says src=1" in text
+
+
+def test_different_reductions_never_give_a_result():
+    def work():
+        x = torch.ones(2) + dist.get_rank()
+        dist.all_reduce(x, op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+        return x
+
+    assert "don't agree on op in all_reduce: rank 0 says op=SUM, rank 1 says op=MAX" in error_of(work, 2)
 
 
 def test_a_broadcast_that_only_its_source_calls_is_no_success():
@@ -300,6 +353,52 @@ def test_a_message_that_nobody_receives_is_named():
 
     text = error_of(work, 2, timeout=10)
     assert "rank 0 sends message #1 to rank 1, float32[2], and rank 1 returns without receiving it" in text
+
+
+def test_a_message_from_anyone_is_compared_with_what_its_sender_sent():
+    def work():
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(x := torch.zeros(2, dtype=torch.int32))
+            return x
+
+    assert "from rank 0 to rank 1 is sent as float32[2] and received as int32[2]" in error_of(work, 2, timeout=10)
+
+
+def test_ranks_may_leave_their_groups_at_different_times():
+    def leave_the_world():
+        dist.all_reduce(torch.ones(1))
+        time.sleep(1.5 * (dist.get_rank() == 0))
+        dist.destroy_process_group()
+
+    def leave_a_group():
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1), group=group)
+        if dist.get_rank() == 0:
+            dist.destroy_process_group(group)
+        return True
+
+    assert launch(leave_the_world, world_size=2) == [None, None]
+    assert launch(leave_a_group, world_size=2) == [True, True]
+
+
+def test_a_scripts_own_init_process_group_finds_its_group_up():
+    def script():
+        dist.init_process_group("gloo")
+        return dist.get_world_size()
+
+    assert launch(script, world_size=2) == [2, 2]
+
+
+def test_making_groups_all_the_time_disturbs_nothing():
+    def work():
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            dist.new_group([0])
+        time.sleep(1000 * dist.get_rank())
+
+    assert "rank 1 was running" in error_of(work, 2, kind=RankTimeout, timeout=4)
 
 
 def test_calls_that_match_are_left_alone():
@@ -425,6 +524,24 @@ def test_an_async_function_is_refused():
 
 
 # ---------------------------------------------------------------- a kept world
+
+
+def test_one_worlds_mishap_is_no_others():
+    with World(2) as other:
+        kept = World(2)
+        pid = kept.run(os.getpid)[0]
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.3)
+        del kept  # with the word of that rank's end unread
+        assert other.run(dist.get_rank) == [0, 1]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 12, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                launch(dist.get_rank, world_size=20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert other.run(dist.get_rank) == [0, 1]
 
 
 def test_a_kept_world_is_closed_by_a_failure_and_says_so():

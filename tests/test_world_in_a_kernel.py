@@ -14,8 +14,6 @@ import jupyter_client
 import psutil
 import pytest
 
-pytestmark = pytest.mark.xdist_group("kernel")
-
 
 class Kernel:
     """A kernel as a front end sees it. Everything that it starts carries a mark in its environment."""
@@ -167,6 +165,21 @@ def test_an_interrupt_while_torch_is_being_imported_leaves_the_kernel_usable(tmp
         kernel.close()
 
 
+def test_what_a_rank_has_started_ends_with_it(kernel):
+    kernel.run(
+        """
+        def work():
+            import subprocess
+            subprocess.Popen(["sleep", "1000"])
+            time.sleep(1000)"""
+    )
+    request = kernel.send("launch(work, world_size=2, timeout=None)")
+    assert wait_until(lambda: [p.name() for p in kernel.processes()].count("sleep") == 2, 20)
+    kernel.manager.interrupt_kernel()
+    kernel.result(request)
+    assert wait_until(lambda: len(kernel.processes()) == 1, 5), kernel.processes()
+
+
 def test_a_killed_kernel_takes_every_rank_with_it(kernel):
     kernel.run("def stay():\n    dist.barrier()\nworld = World(3)\nworld.run(stay)")
     kernel.send("launch(lambda: time.sleep(1000), world_size=2, timeout=None)")
@@ -234,7 +247,7 @@ def has_workers():
     loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=1, persistent_workers=True)
     return [len(loader) for _ in loader]
 
-for fault in (ok, raises, dies, hangs, differs, has_workers):
+for fault in (ok, raises, dies, hangs, differs, has_children, has_workers):
     try:
         launch(fault, world_size=2, timeout=0.5 if fault is hangs else 60)
     except RankError as error:
@@ -257,7 +270,7 @@ def test_no_process_socket_or_file_is_left_after_every_fault_however_the_kernel_
         text=True,
         timeout=120,
     )
-    assert done.stdout.splitlines()[-1] == "done" and len(done.stdout.splitlines()) == 5, done
+    assert done.stdout.splitlines()[-1] == "done" and len(done.stdout.splitlines()) == 6, done
     assert done.stderr == ""
     assert wait_until(lambda: not marked(mark), 2), marked(mark)
     # importing torch.distributed.pipelining makes torch's own cache folder, one per user, wherever it is imported

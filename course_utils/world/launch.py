@@ -9,6 +9,7 @@ import operator
 import os
 import pickle
 import sys
+import threading
 import time
 from multiprocessing import connection
 from typing import Any
@@ -18,6 +19,8 @@ from .output import Output, status_line
 
 GRACE = 0.25  # seconds that the other ranks have to fail or finish by themselves once one has failed
 FIRST_LOOK = 1.0  # seconds after which a call that isn't back is looked at, then after 3, 9, ... seconds
+JOINING = 120.0  # seconds that the ranks may take to find each other
+DRAINING = 1.0  # seconds
 MOST_RANKS = 120
 
 
@@ -54,7 +57,9 @@ class World:
 
     The ranks run functions of the notebook as `torchrun` would run a script: the default process group is up, the seed
     is set, each has one thread. What a function leaves on its rank (`global model`) is there for the next `run`. After
-    a failure the ranks are gone; make a new `World`.
+    a failure the ranks are gone; make a new `World`. A variable of the notebook's that the function uses goes to the
+    ranks when it is new or has changed in the notebook. What is sent must be received, and what is begun must be
+    joined, within the same `run`.
 
     Args:
         size: the number of ranks.
@@ -64,7 +69,8 @@ class World:
         links: a `Link` or `Node` of `course_utils.links`: CPU ranks whose communication takes the time it would there.
 
     Raises:
-        TypeError, ValueError: `size` is no whole number of at least 1, or `device` is unknown or not there.
+        TypeError, ValueError: `size` is no whole number of at least 1, or `device` is unknown. That there are too few
+            GPUs is found by the first `run`, which raises the ValueError.
 
     >>> import torch, torch.distributed as dist
     >>> def total():
@@ -84,12 +90,16 @@ class World:
         self.timeout = check_timeout(timeout)
         if links is not None:
             check_links(links, self.size, device)
-        self._joined: set[int] = set()
         self._why_closed = ""
+        self._busy = threading.Lock()  # one call at a time, from whatever thread
+        self._sent: dict = {}  # which globals of the notebook's functions the ranks have
+        self._environment: dict[str, str | None] = {}  # what they were told of the environment
+        self._joined: set[int] = set()  # ranks that are in the group
         self._crew = None
         self._torchrun = None
         if torchrun.present():
             self._torchrun = torchrun.JoinedWorld(self.size, device, seed, self.timeout, links)
+            self.size = self._torchrun.size
             return
         if os.environ.get("COURSE_UTILS_RANK"):
             raise RuntimeError(
@@ -104,10 +114,8 @@ class World:
         except KeyboardInterrupt:
             raise Interrupted("the call was interrupted while the ranks were being prepared") from None
         self._crew = nursery.crew(self.size)
-        self._environment = nursery.changed_environment()
-        self._broadcast(
-            "join", device=device, seed=seed, environment=self._environment, links=links and wire.dumps(links)[0]
-        )
+        links = links and wire.dumps(links)[0]
+        self._broadcast("join", device=device, seed=seed, environment=self._changes(), links=links)
 
     def run(self, fn, *args, timeout: float | None = ..., stream: bool = False, **kwargs) -> list:
         """Call `fn(*args, **kwargs)` on every rank; return the results in rank order.
@@ -127,13 +135,17 @@ class World:
         check_function(fn, args, kwargs)
         if self._torchrun:
             return self._torchrun.run(fn, args, kwargs, stream)
+        with self._busy:
+            return self._call(fn, args, kwargs, timeout, stream)
+
+    def _call(self, fn, args, kwargs, timeout, stream) -> list:
         if self._crew is None:
             raise RuntimeError(f"this World is closed{self._why_closed}: make a new one with World({self.size})")
         try:
-            job, sources = wire.dumps((fn, args, kwargs), keep_namespace=True)
+            job, sources = wire.dumps((fn, args, kwargs), self._sent, sys.modules["__main__"].__dict__)
         except wire.Unsendable as error:
             raise TypeError(f"{culprit(fn, args, kwargs)} can't be sent to the ranks: {error}") from None
-        exchange = _Exchange(self._crew, stream)
+        exchange = _Exchange(self._crew, self._joined, stream)
         try:
             self._broadcast(
                 "run",
@@ -141,26 +153,28 @@ class World:
                 sources=sources,
                 cwd=os.getcwd(),
                 path=list(sys.path),
-                environment=nursery.changed_environment(),
+                environment=self._changes(),
             )
-            exchange.collect(math.inf if timeout is None else time.monotonic() + timeout)
+            exchange.collect(math.inf if timeout is None else timeout)
+            problem = exchange.refused or exchange.problem(timeout)
         except KeyboardInterrupt:
-            text = exchange.interrupted()
+            problem = Interrupted(exchange.interrupted())
             self._end(" (its last call was interrupted)")
-            exchange.print()
-            raise Interrupted(text) from None
         except BaseException:
             self._end(" after the failure of its last call")
             raise
         exchange.print()
-        if exchange.refused:
-            self._end(" (its ranks could not join)")
-            raise exchange.refused
-        problem = exchange.problem(timeout)
         if problem:
             self._end(" after the failure of its last call")
-            raise problem
+            raise problem from None
         return [wire.loads(exchange.replies[rank][1]["value"]) for rank in range(self.size)]
+
+    def _changes(self) -> dict[str, str | None]:
+        """What the kernel's environment has that the ranks don't know of yet, or has no longer."""
+        now = nursery.changed_environment()
+        back = {name: nursery.first_environment().get(name) for name in self._environment.keys() - now.keys()}
+        self._environment = now
+        return {**back, **now}
 
     def _broadcast(self, kind: str, **content) -> None:
         message = pickle.dumps((kind, content), protocol=5)
@@ -169,10 +183,13 @@ class World:
                 conn.send_bytes(message)
 
     def _end(self, why: str) -> None:
-        crew, self._crew, self._why_closed = self._crew, None, why
+        crew, self._crew = self._crew, None
         if crew is not None:
-            crew.kill()
-            crew.close()
+            self._why_closed = why
+            try:
+                crew.kill()
+            finally:
+                crew.close()
 
     def close(self) -> None:
         """End the ranks. A closed world can be closed again."""
@@ -181,11 +198,13 @@ class World:
         elif self._crew is not None:
             crew, self._crew = self._crew, None
             message = pickle.dumps(("leave", {}))
-            for conn in crew.conns:
-                with contextlib.suppress(OSError):
-                    conn.send_bytes(message)
-            crew.wait(2)
-            crew.close()
+            try:
+                for conn in crew.conns:
+                    with contextlib.suppress(OSError):
+                        conn.send_bytes(message)
+                crew.wait(2)
+            finally:
+                crew.close()
 
     def __enter__(self) -> World:
         return self
@@ -219,7 +238,8 @@ def launch(
     works, the seed is set. Nothing of an earlier call survives in a fresh world. Under `torchrun` the same call joins
     the world that is there.
 
-    Args and errors: as for `World` and `World.run`.
+    Args and errors: as for `World` and `World.run`. These names are `launch`'s own: for a function that has an argument
+    `seed` or `timeout` itself, write `launch(lambda: fn(seed=3))`.
 
     >>> import torch.distributed as dist
     >>> launch(lambda base: base + dist.get_rank(), 10, world_size=2)
@@ -236,8 +256,8 @@ def launch(
 class _Exchange:
     """One call on a crew: collects replies and output until every rank has answered, or it is clear that some won't."""
 
-    def __init__(self, crew, stream: bool):
-        self.crew = crew
+    def __init__(self, crew, joined: set[int], stream: bool):
+        self.crew, self.joined = crew, joined
         self.size = len(crew.conns)
         self.outputs = [Output(rank, stream) for rank in range(self.size)]
         self.replies: dict[int, tuple[str, dict]] = {}
@@ -247,19 +267,25 @@ class _Exchange:
         self.timed_out = False
         self.hopeless = False
 
-    def collect(self, deadline: float) -> None:
+    def collect(self, seconds: float) -> None:
+        """Until all is in, or `seconds` have passed since the last rank joined the group."""
         trouble = math.inf  # when the first failure was seen
-        start = time.monotonic()
-        next_look = start + FIRST_LOOK
+        start = None
+        deadline = next_look = time.monotonic() + JOINING
         while True:
             missing = [r for r in range(self.size) if r not in self.replies and r not in self.lost]
             if not missing or self.refused:
                 break
+            if start is None and len(self.joined) == self.size:
+                start = time.monotonic()
+                deadline, next_look = start + seconds, start + FIRST_LOOK
             until = min(deadline, trouble + GRACE, next_look)
             left = until - time.monotonic()
             if left > 0:
                 self._wait(None if left == math.inf else left)
-            elif until == next_look:  # the ranks are slow: is it certain that they can't ever finish?
+            elif (
+                until == next_look and start is not None
+            ):  # the ranks are slow: is it certain that they can't ever finish?
                 if report.mismatch(self.fates(asking=missing)):
                     self.hopeless = True
                     break
@@ -303,13 +329,16 @@ class _Exchange:
         elif kind == "refused":
             kinds = {"ValueError": ValueError}
             self.refused = kinds.get(content["type"], RuntimeError)(report.clean(content["text"]))
-        elif kind != "joined":
+        elif kind == "joined":
+            self.joined.add(rank)
+        else:
             self.replies[rank] = (kind, content)
 
     def _drain(self) -> None:
-        """Everything that was printed before the answer is in the pipe by now."""
+        """Everything that was printed before the answer is in the pipe by now; who goes on printing is cut off."""
+        end = time.monotonic() + DRAINING
         for rank, out in enumerate(self.crew.outputs):
-            while not self.outputs[rank].ended and connection.wait([out], 0):
+            while not self.outputs[rank].ended and connection.wait([out], 0) and time.monotonic() < end:
                 self.outputs[rank].read(out)
 
     def print(self) -> None:

@@ -1,4 +1,5 @@
-"""A note of every `send` and `recv` of a rank: on Gloo, torch's flight recorder keeps none.
+"""A note of what torch's flight recorder doesn't keep on Gloo: each `send` and `recv`, and each collective's root and
+reduction.
 
 Gloo itself compares nothing but lengths: six floats sent to a receiver of four end the process, four floats sent to a
 receiver of six leave two of them as they were, and float32 sent to int32 is bits taken for numbers.
@@ -6,21 +7,89 @@ receiver of six leave two of them as they were, and float32 sent to int32 is bit
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 
 import torch.distributed as dist
 
 NOTES: list[dict] = []  # of the call that is running
 
 
-def watch() -> None:
-    """Have `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv` of this process note what they are asked to do."""
+_AGREED = {  # the arguments on which all ranks must agree, by function
+    "all_reduce": ("op",),
+    "reduce": ("dst", "op", "group_dst"),
+    "broadcast": ("src", "group_src"),
+    "gather": ("dst", "group_dst"),
+    "scatter": ("src", "group_src"),
+    "reduce_scatter": ("op",),
+    "reduce_scatter_single": ("op",),
+    "reduce_scatter_tensor": ("op",),
+}
+
+
+def watch(before_leaving) -> None:
+    """Have this process's `torch.distributed` note what it is asked to do; `before_leaving` a group, call that."""
     c10d = dist.distributed_c10d
+    for name, agreed in _AGREED.items():
+        _replace(name, _agreeing(getattr(c10d, name), name, agreed))
+    _replace("destroy_process_group", _leaving(c10d.destroy_process_group, before_leaving))
+    _replace("init_process_group", _joining(c10d.init_process_group))
     for name in ("isend", "irecv", "recv"):  # `send` calls `isend`, `recv` with a source calls `irecv`
         original = getattr(c10d, name)
-        wrapped = _noting(original, name)
-        for module in (c10d, dist):  # both: torch compares functions by identity
-            setattr(module, name, wrapped)
+        _replace(name, _noting(original, name))
+
+
+def _replace(name: str, function) -> None:
+    for module in (dist.distributed_c10d, dist):  # both: torch compares functions by identity
+        if hasattr(module, name):
+            setattr(module, name, function)
+
+
+def _agreeing(original, name: str, agreed: tuple[str, ...]):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        with contextlib.suppress(Exception):  # wrong arguments: torch says so itself
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            group = given.arguments.get("group") or dist.group.WORLD
+            values = {what: _plain(given.arguments[what], what, group) for what in agreed if what in given.arguments}
+            values = {what.removeprefix("group_"): v for what, v in values.items() if v is not None}
+            NOTES.append(dict(kind="collective", name=name, group=group.group_name, agreed=values))
+        return original(*args, **kwargs)
+
+    return wrapped
+
+
+def _plain(value, what: str, group):
+    if value is None:
+        return None
+    if what.startswith("group_"):
+        return dist.get_global_rank(group, value)
+    return int(value) if what in ("src", "dst") else getattr(value, "name", None)  # a reduction with a factor has none
+
+
+def _leaving(original, before):
+    @functools.wraps(original)
+    def wrapped(*args, **kwargs):
+        before()
+        return original(*args, **kwargs)
+
+    return wrapped
+
+
+def _joining(original):
+    """A script's own `init_process_group`: here its group is up already, and that is what it asks for."""
+
+    @functools.wraps(original)
+    def wrapped(backend=None, *args, **kwargs):
+        if dist.is_initialized() and not args and "store" not in kwargs and backend in (None, dist.get_backend()):
+            return None
+        return original(backend, *args, **kwargs)
+
+    return wrapped
 
 
 def _noting(original, name):
@@ -30,9 +99,12 @@ def _noting(original, name):
     def wrapped(tensor, peer=None, group=None, tag=0, group_peer=None, **kwargs):
         peer = kwargs.pop(peer_name, peer)
         group_peer = kwargs.pop(f"group_{peer_name}", group_peer)
-        if name != "recv" or (peer is None and group_peer is None):
+        if name != "recv":
             _note(kind, tensor, peer, group, tag, group_peer)
-        return original(tensor, peer, group, tag, group_peer, **kwargs)
+        result = original(tensor, peer, group, tag, group_peer, **kwargs)
+        if name == "recv" and peer is None and group_peer is None:
+            _note(kind, tensor, result, group, tag, None)  # from whom it came
+        return result
 
     return wrapped
 

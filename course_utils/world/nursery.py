@@ -7,7 +7,7 @@ spawn).
 
 Nothing here has a name on disk or a number that could be taken: descriptors are passed over a socket pair, and the
 ranks meet at a port that the system chose. Whoever dies closes its end of a socket, and that is how the others know:
-- the kernel ends, however it ends: the nursery ends its process group, every rank in it;
+- the kernel ends, however it ends: the nursery ends every rank, with all that it has started, and then itself;
 - a crew's socket is closed: that crew's ranks are ended;
 - the nursery ends: ranks get a death signal from the system (Linux) or read an end of file.
 """
@@ -15,6 +15,7 @@ ranks meet at a port that the system chose. Whoever dies closes its end of a soc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -31,6 +32,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from multiprocessing import connection
 
 PRELOAD = (
@@ -53,14 +55,19 @@ RANK_ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "VECLIB_MAXIMUM_THREADS": "1",
-    # Gloo looks up the machine's name unless told where to listen, and an odd one breaks it
-    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    # torch's C++ warnings: the first is that 127.0.0.1's name can't be looked up, on every laptop without a network
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     # torch's flight recorder: who called which collective with what; off unless set before the group exists. It is read
     # after every call, at 10 µs for each collective that it remembers.
     "TORCH_FR_BUFFER_SIZE": "256",
 }
 BOARD_BYTES = 2**25  # of memory that the ranks of a world share
+if sys.platform != "win32":  # Gloo looks up the machine's name unless told where to listen, and an odd one breaks it
+    RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 _CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+
+LOST = -1  # instead of a wait status: the nursery has ended, or could not start this rank
 
 
 class NurseryError(RuntimeError):
@@ -84,10 +91,13 @@ class Crew:
     def read_endings(self) -> None:
         """Take in what the nursery says of ranks that have ended."""
         while self.control is not None and select.select([self.control], [], [], 0)[0]:
-            data = self.control.recv(65536)
+            try:
+                data = self.control.recv(65536)
+            except OSError:
+                data = b""
             if not data:  # the nursery is gone, and with it every rank
                 for rank in range(len(self.conns)):
-                    self.endings.setdefault(rank, (signal.SIGKILL, {}))
+                    self.endings.setdefault(rank, (LOST, {}))
                 self.control.close()
                 self.control = None
                 return
@@ -143,12 +153,13 @@ class _Nursery:
         self.socket, theirs = socket.socketpair()
         self.ready = False
         environment = {**os.environ, **RANK_ENVIRONMENT, "COURSE_UTILS_RANK": "1"}
-        if os.environ.get("TORCH_FR_BUFFER_SIZE"):
-            environment["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_FR_BUFFER_SIZE"]
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_CPP_LOG_LEVEL"):  # the learner's own wish comes first
+            if os.environ.get(name):
+                environment[name] = os.environ[name]
         package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         start = f"import sys; sys.path[:] = {[package, *(p for p in sys.path if p and p != package)]!r}; "
         start += f"from course_utils.world import nursery; nursery.serve({theirs.fileno()})"
-        # a process group of its own: an interrupt of the kernel's doesn't reach it, and it can end all that it started
+        # a process group of its own: an interrupt of the kernel's doesn't reach it
         self.process = subprocess.Popen(
             [sys.executable, "-c", start],
             pass_fds=[theirs.fileno()],
@@ -189,7 +200,9 @@ class _Nursery:
             for (_, conn), (_, out) in zip(pipes, outputs):
                 conn.close()
                 os.close(out)
-        return Crew([conn for conn, _ in pipes], [out for out, _ in outputs], ours)
+        crew = Crew([conn for conn, _ in pipes], [out for out, _ in outputs], ours)
+        _crews.add(crew)
+        return crew
 
     def close(self) -> None:
         if self.pid == os.getpid():
@@ -201,6 +214,23 @@ class _Nursery:
 
 
 _current: _Nursery | None = None
+_lock = threading.RLock()
+_crews: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """In a process that the kernel forked: the ranks are not its own, and must see that the kernel ends."""
+    global _current, _lock
+    _lock = threading.RLock()
+    if _current is not None:
+        _current.socket.close()
+        _current = None
+    for crew in list(_crews):
+        crew.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def forks() -> bool:
@@ -209,6 +239,11 @@ def forks() -> bool:
 
 def warm() -> None:
     """Start the nursery, without waiting for it."""
+    with _lock:
+        _warm()
+
+
+def _warm() -> None:
     global _current
     if forks() and (_current is None or not _current.usable()):
         if _current is None:
@@ -220,8 +255,14 @@ def wait_until_ready(timeout=None) -> bool:
     """True once ranks can be had at once; False when `timeout` seconds were not enough."""
     if not forks():
         return True
-    warm()
-    return _current.wait_until_ready(timeout)
+    with _lock:
+        warm()
+        return _current.wait_until_ready(timeout)
+
+
+def first_environment() -> dict[str, str]:
+    """The kernel's environment when the nursery started."""
+    return dict(os.environ) if not forks() or _current is None else _current.base_environment
 
 
 def changed_environment() -> dict[str, str | None]:
@@ -241,7 +282,7 @@ def crew(size: int) -> Crew:
     wait_until_ready()
     try:
         return _current.crew(size)
-    except OSError:  # it died just now: start another
+    except (BrokenPipeError, ConnectionResetError):  # it died just now: start another
         _current.process.kill()
         _current.process.wait()
         wait_until_ready()
@@ -251,11 +292,18 @@ def crew(size: int) -> Crew:
 # ---------------------------------------------------------------- in the nursery
 
 
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("crash")
+    with tempfile.TemporaryFile() as file:  # macOS
+        return os.dup(file.fileno())
+
+
 class _Child:
     def __init__(self, control, rank):
         self.control, self.rank = control, rank
         self.place = mmap.mmap(-1, 4096)  # shared with the rank: where it is, for when it can no longer say so
-        self.crash = os.memfd_create("crash") if hasattr(os, "memfd_create") else tempfile.TemporaryFile().fileno()
+        self.crash = _nameless_file()
 
     def notes(self) -> dict:
         size = int.from_bytes(self.place[:4], "big")
@@ -272,6 +320,7 @@ def serve(fd: int) -> None:
     """The nursery's whole life: import, then fork ranks and report their endings until the kernel is gone."""
     main = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    filters = list(warnings.filters)
     warnings.simplefilter("ignore")
     try:
         for name in (*PRELOAD, "course_utils.world.rank"):
@@ -279,7 +328,7 @@ def serve(fd: int) -> None:
     except BaseException as error:
         main.sendall(f"importing {name} failed with {type(error).__name__}: {error}".encode()[:60000])
         return
-    warnings.resetwarnings()
+    warnings.filters[:] = filters
     gc.collect()
     gc.freeze()
     try:
@@ -299,19 +348,36 @@ def serve(fd: int) -> None:
             os.read(wake, 4096)
             _reap(children)
         for control in crews.intersection(readable):
-            asked = control.recv(64)
+            try:
+                asked = control.recv(64)
+            except OSError:  # closed with something unread in it
+                asked = b""
             for pid in [pid for pid, child in children.items() if child.control is control]:
-                os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this child's
+                _end(pid)  # not reaped yet, so the number is still this child's
             if not asked:
                 crews.remove(control)
                 control.close()
         if main in readable:
             message, fds, _, _ = socket.recv_fds(main, 4, 253)
             if not message:  # the kernel is gone
-                os.killpg(0, signal.SIGKILL)
+                for pid in children:
+                    _end(pid)
+                os._exit(0)
             control = socket.socket(fileno=fds[0])
             crews.add(control)
-            _fork(fds[1:], control, [main.fileno(), wake, waker, *(c.fileno() for c in crews)], children)
+            try:
+                _fork(fds[1:], control, [main.fileno(), wake, waker, *(c.fileno() for c in crews)], children)
+            except OSError:  # no more processes or descriptors: that crew hears an end of file, the others go on
+                for pid in [pid for pid, child in children.items() if child.control is control]:
+                    _end(pid)
+                crews.discard(control)
+                control.close()
+
+
+def _end(pid: int) -> None:
+    """End a rank and all that it has started: each is a process group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _reap(children: dict[int, _Child]) -> None:
@@ -319,6 +385,7 @@ def _reap(children: dict[int, _Child]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
+        _end(pid)  # what it had started, and left running
         child = children.pop(pid)
         report = pickle.dumps((child.rank, status, child.notes()))
         child.close()
@@ -338,6 +405,7 @@ def _fork(fds: list[int], control: socket.socket, ours: list[int], children: dic
         pid = os.fork()
         if pid == 0:
             try:
+                os.setpgid(0, 0)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if sys.platform == "linux":
@@ -358,6 +426,8 @@ def _fork(fds: list[int], control: socket.socket, ours: list[int], children: dic
                 os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(70)  # never back into the nursery's loop
+        with contextlib.suppress(OSError):  # whoever comes first, it or we
+            os.setpgid(pid, pid)
         children[pid] = child
     board.close()
     listener.close()

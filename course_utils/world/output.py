@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 
+LONGEST_LINE = 2**20  # bytes; of a longer one the end is shown
 MOST_LINES = 1000  # of one rank in one call, at each end; what lies between is counted, not kept
 
 
@@ -19,7 +20,7 @@ class Output:
         self.label = f"[rank {rank}] "
         self.stream = stream
         self.ended = False
-        self.rest = b""
+        self.rest = bytearray()
         self.first: list[str] = []
         self.last: list[str] = []
         self.left_out = 0
@@ -32,8 +33,15 @@ class Output:
         if not data:
             self.ended = True
             return
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        self.rest = self.rest[self.rest.rfind(b"\r", 0, -1) + 1 :] if len(self.rest) > 4096 else self.rest
+        first, *lines = data.split(b"\n")
+        self.rest += first
+        if not lines:
+            if len(self.rest) > LONGEST_LINE:  # a progress bar's past, or a line that nobody could read
+                del self.rest[: max(self.rest.rfind(b"\r", 0, -1) + 1, len(self.rest) - LONGEST_LINE // 2)]
+            return
+        self._line(bytes(self.rest))
+        *lines, rest = lines
+        self.rest = bytearray(rest)
         for line in lines:
             self._line(line)
 
@@ -52,8 +60,8 @@ class Output:
     def print(self) -> None:
         """Print what has not been printed yet, an unfinished line too."""
         if self.rest.strip(b"\r"):
-            self._line(self.rest)
-            self.rest = b""
+            self._line(bytes(self.rest))
+            self.rest = bytearray()
         cut = max(0, len(self.last) - MOST_LINES)
         self.left_out += cut
         lines = [*self.first]

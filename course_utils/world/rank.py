@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import types
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,10 @@ class Rank:
                 _end_children()
                 _exit(0)
             if kind == "where":
-                self.send("where", **self.where(content["frames"]))
+                try:
+                    self.send("where", **self.where(content["frames"]))
+                except Exception:  # the main thread went on changing what is being looked at: an empty answer
+                    self.send("where", stack=[], waits=None, records=[], messages=[])
             else:
                 self.jobs.put((kind, content))
 
@@ -104,7 +106,7 @@ class Rank:
         if device == "cuda" and available < self.size:
             raise ValueError(
                 f"device='cuda' with world_size={self.size} needs {self.size} GPUs, one for each rank, and this "
-                f"machine has {available}: use device='auto' (GPUs if there are enough, otherwise the CPU), or a "
+                f"machine has {available}: use device='auto' (GPUs if there are enough, otherwise CPUs), or a "
                 "smaller world_size"
             )
         port = listener if isinstance(listener, int) else listener.getsockname()[1]
@@ -118,6 +120,8 @@ class Rank:
             place = dict(is_master=False)
             if not isinstance(listener, int):
                 listener.close()
+        if sys.platform == "win32":
+            place["use_libuv"] = False  # torch's wheels for Windows are built without it
         store = dist.TCPStore("127.0.0.1", port, self.size, wait_for_workers=False, timeout=FOREVER, **place)
         links = settings["links"] and wire.loads(settings["links"])  # emulated ones: see course_utils.links
         on_gpu = device == "cuda" or (device == "auto" and available >= self.size and not links)
@@ -184,9 +188,8 @@ def main(rank: int, size: int, conn, listener, place, board, flush=None) -> None
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.modules["__main__"] = types.ModuleType("__main__")
-    warnings.resetwarnings()
     torch.set_num_threads(1)
-    messages.watch()
+    messages.watch(before_leaving=_groups)
     self = Rank(rank, size, conn, place, board, flush)
     threading.Thread(target=self.listen, daemon=True).start()
     os._exit = self.exit
@@ -273,7 +276,7 @@ def waiting_in(frame) -> dict | None:
     outermost = None
     while frame is not None and not is_mine(frame.f_code.co_filename):
         name = frame.f_code.co_name
-        if _COLLECTIVES in frame.f_code.co_filename and not name.startswith("_") and name != "wrapper":
+        if _COLLECTIVES in frame.f_code.co_filename and not name.startswith(("_", "get_", "is_")) and name != "wrapper":
             outermost = frame
         frame = frame.f_back
     if outermost is None:
@@ -296,6 +299,13 @@ def _first_tensor(value) -> str | None:
     return None
 
 
+def _words(value) -> str:
+    try:
+        return str(value)
+    except Exception as failure:  # the learner's own __str__
+        return f"(its text can't be had: {type(failure).__name__})"
+
+
 def describe_error(error: BaseException) -> dict:
     """An error as plain values: the kernel has the sources of the cells and writes the report."""
     stack, trace, innermost = [], error.__traceback__, None
@@ -304,16 +314,16 @@ def describe_error(error: BaseException) -> dict:
         stack.append(_place(innermost.f_code, trace.tb_lineno))
         trace = trace.tb_next
     kind = type(error)
-    text = "" if kind.__str__ is BaseException.__str__ and not error.args else str(error)
+    text = "" if kind.__str__ is BaseException.__str__ and not error.args else _words(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return {
         "type": kind.__qualname__
         if kind.__module__ in ("builtins", "__main__")
         else f"{kind.__module__}.{kind.__qualname__}",
-        "text": "\n".join([text, *getattr(error, "__notes__", [])]).strip(),
+        "text": "\n".join([text, *map(_words, getattr(error, "__notes__", []))]).strip(),
         "stack_of_error": stack,
         "waits": waiting_in(innermost),
-        "cause": None if cause is None else f"{type(cause).__qualname__}: {cause}",
+        "cause": None if cause is None else f"{type(cause).__qualname__}: {_words(cause)}",
     }
 
 
@@ -338,10 +348,14 @@ def flight_records(frames: bool = False) -> list[dict]:
 
 
 def _groups() -> dict[str, tuple[int, ...]]:
+    """The members of every group that this rank has been in, by the group's name: also of those it has left."""
     world = dist.distributed_c10d._world
-    return {
-        world.pg_names[pg]: tuple(sorted(ranks)) for pg, ranks in world.pg_group_ranks.items() if pg in world.pg_names
-    }
+    names = dict(world.pg_names)
+    _KNOWN.update({names[pg]: tuple(sorted(m)) for pg, m in list(world.pg_group_ranks.items()) if pg in names})
+    return _KNOWN
+
+
+_KNOWN: dict[str, tuple[int, ...]] = {}
 
 
 def _record(entry, groups) -> dict:

@@ -82,7 +82,7 @@ def mismatch(fates: list[Fate]) -> str | None:
     still come.
     """
     finished = {f.rank for f in fates if f.kind == "returned"}
-    return _collectives_differ(fates, finished) or _messages_differ(fates, finished)
+    return _collectives_differ(fates, finished) or _arguments_differ(fates) or _messages_differ(fates, finished)
 
 
 def difference(fates: list[Fate]) -> str | None:
@@ -92,7 +92,7 @@ def difference(fates: list[Fate]) -> str | None:
     """
     if any(f.kind == "raised" and not is_noise(f) and not _GROUPS_OWN.search(f.error.get("text", "")) for f in fates):
         return None
-    return _collectives_differ(fates, set()) or _messages_differ(fates, set())
+    return _collectives_differ(fates, set()) or _arguments_differ(fates) or _messages_differ(fates, set())
 
 
 def _collectives_differ(fates, finished) -> str | None:
@@ -116,18 +116,34 @@ def _collectives_differ(fates, finished) -> str | None:
     return None
 
 
+def _arguments_differ(fates) -> str | None:
+    """The first call with a root or a reduction on which its ranks don't agree."""
+    calls: dict = {}
+    for fate in fates:
+        for note in fate.messages:
+            if note["kind"] == "collective":
+                calls.setdefault(note["group"], {}).setdefault(fate.rank, []).append(note)
+    for by_rank in calls.values():
+        for together in zip(*by_rank.values()):
+            if len({note["name"] for note in together}) > 1:
+                break  # not the same calls: what the flight recorder saw tells more
+            for what in together[0]["agreed"]:
+                said = {rank: note["agreed"].get(what) for rank, note in zip(by_rank, together)}
+                if len(set(said.values())) > 1:
+                    parts = ", ".join(f"rank {rank} says {what}={value}" for rank, value in said.items())
+                    return f"the ranks don't agree on {what} in {together[0]['name']}: {parts}"
+    return None
+
+
 def _messages_differ(fates, finished) -> str | None:
     sent: dict = {}
     received: dict = {}
     for fate in fates:
-        for m in fate.messages:
+        for m in (m for m in fate.messages if m["kind"] != "collective"):
             ends = (fate.rank, m["peer"]) if m["kind"] == "send" else (m["peer"], fate.rank)
             (sent if m["kind"] == "send" else received).setdefault((*ends, m["group"], m["tag"]), []).append(m)
-    from_anyone = {f.rank for f in fates for m in f.messages if m["kind"] == "recv" and m["peer"] is None}
     for (source, target, group, tag), out in sent.items():
         into = received.get((source, target, group, tag), [])
-        if target in from_anyone:
-            continue
         for i, (a, b) in enumerate(zip(out, into)):
             if (a["dtype"], math.prod(a["size"])) != (b["dtype"], math.prod(b["size"])):
                 what = f"message #{i + 1} from rank {source} to rank {target}"
@@ -234,6 +250,10 @@ def _headline(fate: Fate, ranks, size: int) -> str:
 
 def ending(status: int) -> str:
     """The end of a process in words, from its wait status."""
+    if status < 0:
+        return (
+            "was lost: the process that starts ranks has ended, or the system allowed no more processes or open files"
+        )
     if status & 0x7F:
         number = status & 0x7F
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -252,11 +272,15 @@ def _where_it_failed(fate: Fate) -> list[str]:
         return []
     places = frames.mine(stack)
     lines = [f"  from {frames.where(place)}" for place in places[:-1]]
+    if len(lines) > 10:  # a recursion
+        lines[5:-5] = [f"  ... {len(lines) - 10} more calls"]
     shown = frames.excerpt(places[-1])
     lines.append(f"  in {frames.where(places[-1])}")
     if shown:
         lines[-1] = f"  in {frames.where(places[-1]).split(':')[0]}:"
         lines.append(shown)
+    if fate.error.get("cause"):
+        lines.append(f"  because of {clean(fate.error['cause'])}")
     if fate.kind == "died":
         lines[0] = lines[0].replace("  in", "  it was last seen in", 1)
     return lines
@@ -307,6 +331,8 @@ def _others(others: list[Fate], fates: list[Fate]) -> list[str]:
         by_text.setdefault(_doing(fate, pending), []).append(fate.rank)
     lines = []
     for text, ranks in by_text.items():
+        if len(ranks) > 1:
+            text = text.replace("was ended", "were ended", 1).replace("was lost", "were lost", 1)
         if text.startswith(("waiting", "running")):
             text = f"{'was' if len(ranks) == 1 else 'were'} {text}"
         lines.append(f"  {ranks_text(ranks)} {text}")

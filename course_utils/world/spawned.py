@@ -6,6 +6,7 @@ anonymous pipes can't be handed to a fresh interpreter everywhere.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import mmap
 import multiprocessing
@@ -13,6 +14,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from multiprocessing import connection
 
 from .nursery import BOARD_BYTES, RANK_ENVIRONMENT
@@ -26,6 +28,7 @@ class SpawnedCrew:
     def __init__(self, processes, conns, outputs):
         self.processes, self.conns, self.outputs = processes, conns, outputs
         self.endings: dict[int, tuple[int, dict]] = {}
+        atexit.register(_end_all, weakref.ref(self))  # before multiprocessing's own, which would wait for the ranks
 
     @property
     def waitables(self) -> list:
@@ -50,9 +53,17 @@ class SpawnedCrew:
         self.read_endings()
 
     def close(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
         for end in (*self.conns, *self.outputs):
             end.close()
         self.conns, self.outputs = [], []
+
+
+def _end_all(crew) -> None:
+    if crew() is not None:
+        crew().kill()
 
 
 def crew(size: int) -> SpawnedCrew:

@@ -20,11 +20,17 @@ _told: set[int | str] = set()  # what was asked for and is not there: each is sa
 _store = None
 
 
+_PRESENT = "COURSE_UTILS_RANK" not in os.environ and all(
+    name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+)
+
+
 def present() -> bool:
-    """True in a process that `torchrun`, or a cluster's launcher that sets the same variables, has started."""
-    return "COURSE_UTILS_RANK" not in os.environ and all(
-        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+    """True in a process that `torchrun`, or a cluster's launcher that sets the same variables, has started.
+
+    Decided once: a cell that sets these variables later, for a group of its own, changes nothing.
+    """
+    return _PRESENT
 
 
 def quiet() -> None:
@@ -56,6 +62,8 @@ class JoinedWorld:
         _calls += 1
         self.store = dist.PrefixStore(f"course_utils/{_calls}", _store)
         self.runs = 0
+        self.sent: dict = {}
+        wire._NAMESPACES.clear()
         wait = FOREVER if timeout is None else datetime.timedelta(seconds=timeout)
         self.store.set_timeout(wait)
         if self.rank >= self.size:
@@ -72,7 +80,10 @@ class JoinedWorld:
     def run(self, fn, args, kwargs, stream: bool) -> list:
         self.runs += 1
         key = f"run/{self.runs}"
+        # as on a notebook's ranks: the function gets copies, and the globals that earlier runs of this world left
+        job, _ = wire.dumps((fn, args, kwargs), self.sent)
         if self.rank < self.size:
+            fn, args, kwargs = wire.loads(job)
             printed = _Labelled(self.rank) if stream else io.StringIO()
             with contextlib.redirect_stdout(printed):
                 value = fn(*args, **kwargs)

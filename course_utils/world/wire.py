@@ -9,6 +9,7 @@ shared memory or whole storages.
 from __future__ import annotations
 
 import builtins
+import hashlib
 import importlib
 import io
 import linecache
@@ -18,23 +19,24 @@ import types
 
 import cloudpickle
 
-_NAMESPACES: dict[str, dict] = {}  # on a rank: the globals of the notebook's functions, by module
+_NAMESPACES: dict[tuple, dict] = {}  # on a rank: the globals of the notebook's functions, by where they were defined
 
 
-def _namespace(module: str) -> dict:
-    if module == "__main__":
+def _namespace(module: str, origin: int) -> dict:
+    if origin == 0:  # the notebook's own: the rank's `__main__`, as it would be a script's
         return sys.modules["__main__"].__dict__
-    return _NAMESPACES.setdefault(module, {"__name__": module, "__builtins__": builtins})
+    return _NAMESPACES.setdefault((module, origin), {"__name__": module, "__builtins__": builtins})
 
 
 class _Namespace:
-    """Stands for a function's globals: on a rank, the one namespace of all functions of that module."""
+    """Stands for a function's globals: on a rank, the one namespace of all functions that share them here."""
 
-    def __init__(self, module):
-        self.module = module
+    def __init__(self, namespace: dict, main: dict | None):
+        self.module = namespace.get("__name__", "__main__")
+        self.origin = 0 if namespace is main else id(namespace)
 
     def __reduce__(self):
-        return _namespace, (self.module,)
+        return _namespace, (self.module, self.origin)
 
 
 class Unsendable(TypeError):
@@ -42,9 +44,9 @@ class Unsendable(TypeError):
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file, keep_namespace: bool):
+    def __init__(self, file, sent: dict | None, main: dict | None):
         super().__init__(file, protocol=5)
-        self.keep_namespace = keep_namespace
+        self.sent, self.main = sent, main
         self.code_files: set[str] = set()
 
     def reducer_override(self, obj):
@@ -62,9 +64,24 @@ class _Pickler(cloudpickle.Pickler):
 
     def _function_getnewargs(self, func):
         code, base, *rest = super()._function_getnewargs(func)
-        if self.keep_namespace:
-            base = _Namespace(func.__globals__.get("__name__", "__main__"))
+        if self.sent is not None:
+            base = _Namespace(func.__globals__, self.main)
         return code, base, *rest
+
+    def _dynamic_function_reduce(self, func):
+        make, arguments, (state, slots), *rest = super()._dynamic_function_reduce(func)
+        if self.sent is not None:
+            needed = slots["__globals__"]
+            slots["__globals__"] = {n: v for n, v in needed.items() if self._is_news(id(func.__globals__), n, v)}
+        return make, arguments, (state, slots), *rest
+
+    def _is_news(self, origin: int, name: str, value) -> bool:
+        """Whether a global has changed here since it was last sent: what a rank has made of it meanwhile stays."""
+        if isinstance(value, (types.FunctionType, types.ModuleType, type)):
+            return True  # code: it costs little, and is never what a rank keeps a result in
+        now = hashlib.sha256(dumps(value)[0]).digest()
+        before, self.sent[origin, name] = self.sent.get((origin, name)), now
+        return before != now
 
 
 def _reduce_tensor(torch, t):
@@ -100,15 +117,16 @@ def _rebuild_tensor(data, dtype, shape, requires_grad, is_parameter):
     return t.requires_grad_(requires_grad)
 
 
-def dumps(value, keep_namespace: bool = False) -> tuple[bytes, dict]:
+def dumps(value, sent: dict | None = None, main: dict | None = None) -> tuple[bytes, dict]:
     """The value as bytes, and the `linecache` entries of the cells whose code went along.
 
-    With `keep_namespace`, functions find on the other side the globals that earlier ones of their module left there.
+    With `sent`, functions find on the other side the globals that earlier ones left there; the dictionary notes what
+    the other side has been sent. `main` are the globals that become the other side's `__main__`.
 
     Raises `Unsendable` with the reason in one sentence.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, keep_namespace)
+    pickler = _Pickler(file, sent, main)
     try:
         pickler.dump(value)
     except Unsendable:
