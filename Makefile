@@ -46,6 +46,9 @@ ASSIGNMENTS = $(notdir $(patsubst %/,%,$(wildcard solutions/*/)))
 exercises: $(ASSIGNMENTS:%=exercises/%) ## generate exercises/ from solutions/ with nbgrader
 
 exercises/%: FORCE
+	@test -n "$(OVERWRITE)" || test -z "$$(git status --porcelain -- exercises/$* 2>/dev/null)" || { echo "exercises/$* \
+	has work in it that is not committed, and generating it anew deletes that: move it away, or make exercises OVERWRITE=1"; \
+	exit 1; }
 	$(INSTALL) test
 	.venv/bin/nbgrader generate_assignment $* --force --no-db
 

@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from course_utils.gradients import Diagnosis, diagnose
-from course_utils.grading import probe, sharded_autograd
+from course_utils.grading import all_reduces, assumptions, held_bytes, probe, sharded_autograd
 from course_utils.grading.exercises import AllReduce, Case, Evidence, Exercise, Input, Sent, Sizes
+from course_utils.grading.judged import Judged
 from course_utils.grading.reports import Report, Row
 from course_utils.world import RankError, RankTimeout, World
 from course_utils.world.report import ranks_text
 
-EXERCISES = {exercise.name: exercise for exercise in sharded_autograd.EXERCISES}
+_ALL = (*sharded_autograd.EXERCISES, assumptions.SUSPECTS, held_bytes.HELD, *all_reduces.EXERCISES)
+EXERCISES = {one.name: one for one in _ALL}
 
 
 class CheckFailed(AssertionError):
@@ -89,12 +91,25 @@ def examine(
     if complaint:
         return complaint
     exercise = EXERCISES[name]
+    if isinstance(exercise, Judged):
+        return _judged(exercise, fn, world_sizes, seed, timeout)
     for done, world_size in enumerate(world_sizes):
         wrong = _on(exercise, fn, world_size, seed, timeout)
         if wrong:
             right_on = f"; on {_ranks(*world_sizes[:done])} all is right" if done else ""
             return Report(False, f"{name} on {_ranks(world_size)}: {wrong.headline}{right_on}", *_rest(wrong))
     return Report(True, f"{name} is right on {_ranks(*world_sizes)}: {_praise(exercise)}")
+
+
+def _judged(exercise: Judged, fn, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
+    """The report on an exercise that looks at something else than outputs and gradients."""
+    try:
+        return exercise.examine(fn, world_sizes, seed, timeout)
+    except RankError as error:
+        wrong = _failed(exercise, error, timeout)
+        return Report(False, f"{exercise.name}: {wrong.headline}", *_rest(wrong))
+    except TypeError as error:  # a function that can't be sent to the ranks
+        return Report(False, str(error))
 
 
 def _rest(report: Report) -> tuple:
@@ -183,7 +198,7 @@ def _labelled(case: Case, again: bool) -> Iterator[None]:
             print(f"Printed by {call} on {_ranks(case.world_size)}, with {given}:\n{said.getvalue()}", end="")
 
 
-def _failed(exercise: Exercise, error: RankError, timeout: float) -> Report:
+def _failed(exercise: Exercise | Judged, error: RankError, timeout: float) -> Report:
     text = str(error)
     if isinstance(error, RankTimeout):
         if "still running" in text:
