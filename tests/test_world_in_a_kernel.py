@@ -147,7 +147,7 @@ def test_an_interrupt_stops_the_cell_at_once_says_where_it_was_and_leaves_the_ke
     kind, text = outputs[1]
     assert kind == "error" and "the call was interrupted, and its ranks are ended" in text
     assert "rank 1 was running, line 4 of the cell, in work: time.sleep(1000)" in text
-    assert "ranks 0, 2 were waiting in barrier" in text and "launch.py" not in text
+    assert "ranks 0, 2 were waiting in barrier" in text and "worlds.py" not in text
     assert kernel.run("launch(dist.get_rank, world_size=2)") == [("value", "[0, 1]")]
     assert len(kernel.processes()) == 1  # the nursery
 
