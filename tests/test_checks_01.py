@@ -13,10 +13,12 @@ import math
 import sys
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
 import pytest
+from solution_cells import run_solution
 
 from course_utils.grading import CheckFailed, check, examine
 from course_utils.grading.assumptions import PUBLISHED, claims
@@ -25,17 +27,9 @@ from course_utils.grading.held_bytes import PURPOSES, layers_of
 
 ROOT = Path(__file__).resolve().parent.parent
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as the functions of a notebook are sent
-SOLUTION = ROOT / "solutions" / "01_memory" / "01_memory.ipynb"
 
 
-def solution(graded: bool = False) -> dict:
-    """What the cells of the solution define; `graded` runs the cells that are graded too, hidden tests included."""
-    cells = json.loads(SOLUTION.read_text(encoding="utf-8"))["cells"]
-    names: dict = {"__name__": "solution"}
-    for cell in cells:
-        if cell["cell_type"] == "code" and (graded or not cell["metadata"].get("nbgrader", {}).get("grade")):
-            exec("".join(cell["source"]), names)
-    return names
+solution = partial(run_solution, "01_memory")
 
 
 def refused(name, fn, **options):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # A build backend in a few lines: its wheel is empty, and nothing has to be fetched to run it.
-BACKEND = '''
+BACKEND = """
 import tomllib, zipfile
 
 def build_editable(folder, config_settings=None, metadata_directory=None):
@@ -40,7 +40,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         for name, lines in files.items():
             wheel.writestr(f"miniature-1.dist-info/{name}", "".join(line + "\\n" for line in lines))
     return "miniature-1-py3-none-any.whl"
-'''
+"""
 MINIATURE = """
 [build-system]
 requires = []
@@ -380,7 +380,7 @@ def test_ruff_finds_nothing():
 
 # The settings of the tests themselves.
 
-SKIPS = '''
+SKIPS = """
 import unittest
 import pytest
 
@@ -406,7 +406,7 @@ class TestOld(unittest.TestCase):
 
 @pytest.mark.xfail(reason="known")
 def test_expected_failure(): assert False
-'''
+"""
 
 
 @pytest.mark.parametrize(
