@@ -103,7 +103,8 @@ def test_a_right_answer_of_another_style_passes(name, fn):
 
 
 def test_the_published_totals_have_the_recipe_behind_them_among_their_suspects():
-    recipes = [("mixed", 0), ("all BF16", 0), ("mixed", 1), ("mixed", 2), ("mixed", 3), ("mixed, FP32 gradients", 0)]
+    recipes = [("mixed", 0), ("all BF16", 0), ("mixed", 1), ("mixed", 2), ("mixed", 3)]
+    recipes += [("mixed, 8-bit moments", 0), ("mixed, FP32 gradients", 0)]
     for claim, recipe in zip(PUBLISHED, recipes, strict=True):
         assert recipe in found_by_the_check(claim)
         assert claim.source
@@ -118,6 +119,16 @@ def test_no_claim_is_on_the_border_of_the_one_per_cent():
 
 
 # ---------------------------------------------------------------- wrong answers to the first exercise
+
+
+def no_master_beside_8_bit_moments(total, unit, parameters, world_size):
+    found = in_one_expression(total, unit, parameters, world_size)
+    return [suspect for suspect in found if suspect[0] != "mixed, 8-bit moments"]
+
+
+def test_a_recipe_that_is_wrong_does_not_pass_the_visible_check():
+    assert not examine("suspects", no_master_beside_8_bit_moments).passed
+
 
 BYTES = {
     "all BF16": (2, 2, 4, 0),
