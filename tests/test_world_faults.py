@@ -355,6 +355,25 @@ def test_a_message_that_nobody_receives_is_named():
     assert "rank 0 sends message #1 to rank 1, float32[2], and rank 1 returns without receiving it" in text
 
 
+@pytest.mark.parametrize("operation", [dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.reduce(x, 0)])
+def test_a_tensor_with_gaps_which_gloo_corrupts_never_gives_a_result(operation):
+    def work():
+        column = torch.arange(16.0).reshape(4, 4)[:, 1]
+        operation(column)
+        return column
+
+    assert "of a tensor with gaps in memory (shape [4], strides [4])" in error_of(work, 2)
+
+
+def test_a_transposed_tensor_is_no_tensor_with_gaps():
+    def work():
+        x = torch.arange(6.0).reshape(2, 3).T
+        dist.all_reduce(x)
+        return x
+
+    assert torch.equal(launch(work, world_size=2)[1], 2 * torch.arange(6.0).reshape(2, 3).T)
+
+
 def test_a_message_from_anyone_is_compared_with_what_its_sender_sent():
     def work():
         if dist.get_rank() == 0:

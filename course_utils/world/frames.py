@@ -54,9 +54,9 @@ def mine(stack: list[dict]) -> list[dict]:
 def called_in_torch(stack: list[dict]) -> str | None:
     """The function of `torch.distributed` that the learner's innermost line has called; None if it called none."""
     for place in stack[len(stack) - 1 - next((i for i, p in enumerate(stack[::-1]) if is_mine(p["file"])), 0) + 1 :]:
-        hidden = place["name"].startswith(("_", "<", "get_", "is_")) or place["name"] == "wrapper"
+        hidden = place["name"].startswith(("_", "<")) or place["name"] == "wrapper"
         if _DISTRIBUTED in place["file"] and not hidden:
-            return place["name"]
+            return None if place["name"].startswith(("get_", "is_")) else place["name"]
     return None
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 
+import torch
 import torch.distributed as dist
 
 NOTES: list[dict] = []  # of the call that is running
@@ -58,9 +59,29 @@ def _agreeing(original, name: str, agreed: tuple[str, ...]):
             values = {what: _plain(given.arguments[what], what, group) for what in agreed if what in given.arguments}
             values = {what.removeprefix("group_"): v for what, v in values.items() if v is not None}
             NOTES.append(dict(kind="collective", name=name, group=group.group_name, agreed=values))
+        _refuse_gaps(name, args[0] if args else kwargs.get("tensor"))
         return original(*args, **kwargs)
 
     return wrapped
+
+
+def _refuse_gaps(name: str, tensor) -> None:
+    """Gloo takes the memory from a tensor's first element on for the tensor, and says nothing where there are gaps."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_contiguous():
+        if name in ("all_reduce", "broadcast", "reduce") and _has_gaps(tensor):
+            raise ValueError(
+                f"{name} of a tensor with gaps in memory (shape {list(tensor.shape)}, strides {list(tensor.stride())}"
+                "): Gloo would take other numbers for its own; pass x.contiguous(), and copy the result back"
+            )
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return True
+        expected *= size
+    return False
 
 
 def _plain(value, what: str, group):

@@ -255,9 +255,14 @@ def wait_until_ready(timeout=None) -> bool:
     """True once ranks can be had at once; False when `timeout` seconds were not enough."""
     if not forks():
         return True
+    global _current
     with _lock:
         warm()
-        return _current.wait_until_ready(timeout)
+        try:
+            return _current.wait_until_ready(timeout)
+        except NurseryError:
+            _current = None  # the next call tries again, and hears the reason again
+            raise
 
 
 def first_environment() -> dict[str, str]:

@@ -276,10 +276,10 @@ def waiting_in(frame) -> dict | None:
     outermost = None
     while frame is not None and not is_mine(frame.f_code.co_filename):
         name = frame.f_code.co_name
-        if _COLLECTIVES in frame.f_code.co_filename and not name.startswith(("_", "get_", "is_")) and name != "wrapper":
+        if _COLLECTIVES in frame.f_code.co_filename and not name.startswith("_") and name != "wrapper":
             outermost = frame
         frame = frame.f_back
-    if outermost is None:
+    if outermost is None or outermost.f_code.co_name.startswith(("get_", "is_")):  # a question, that waits for nobody
         return None
     values = outermost.f_locals
     tensor = next((t for k in _SHOWN if (t := _first_tensor(values.get(k))) is not None), None)
