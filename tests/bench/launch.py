@@ -168,7 +168,8 @@ def main() -> None:
     def run(*arguments: str) -> str:
         """What it prints; "[]" if it hangs (accelerate's launcher does, now and then): the others are still measured."""
         command = [sys.executable, *arguments]
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started = subprocess.Popen(command, **pipes, process_group=0)
         try:
             out, err = started.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
