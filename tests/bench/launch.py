@@ -166,7 +166,7 @@ def measure(name: str) -> None:
 
 def main() -> None:
     def run(*arguments: str) -> str:
-        """What it prints; "[]" if it hangs (accelerate's launcher does, now and then): the others are still measured."""
+        """What it prints; "[]" if it hangs (accelerate's launcher does, at times): the others are still measured."""
         command = [sys.executable, *arguments]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started = subprocess.Popen(command, **pipes, process_group=0)
