@@ -286,9 +286,7 @@ def waiting_in(frame) -> dict | None:
     peer = next(
         (f"{k}={values[k]}" for k in ("src", "dst", "group_src", "group_dst") if isinstance(values.get(k), int)), ""
     )
-    group = values.get("group")
-    ranks = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else None
-    return {"name": outermost.f_code.co_name, "tensor": tensor, "peer": peer, "ranks": ranks}
+    return {"name": outermost.f_code.co_name, "tensor": tensor, "peer": peer}
 
 
 def _first_tensor(value) -> str | None:
