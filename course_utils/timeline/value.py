@@ -1,27 +1,18 @@
-"""Timeline: what each rank did when, from a simulator, a formula or a live run.
-
-A `Timeline` is a tuple of `Event`s `(rank, start, stop, kind, name)`, in seconds. Simulators produce it, and so does
-`recording()` in a live rank, by `time.monotonic`, which all processes of one machine share (POSIX, CLOCK_MONOTONIC);
-`merge` puts the ranks' parts together. It is shown by `str()` and a notebook as text, by `course_utils.plots.gantt` as
-a figure, and by https://ui.perfetto.dev once `write_trace` has written it in Chrome's Trace Event Format.
-"""
+"""The values `Event` and `Timeline`: what each rank did when, its sums and its parts."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from . import views
+
 KINDS = ("compute", "communication", "waiting", "loading", "optimizer")
 """What a rank does with its time; the colours and hatches of these are in `course_utils.plots`."""
-
-_MARKS = {"compute": "#", "communication": "/", "waiting": ".", "loading": "\\", "optimizer": "x"}
 
 
 @dataclass(frozen=True)
@@ -205,20 +196,7 @@ class Timeline:
         Raises:
             ValueError: width is below 20.
         """
-        if not isinstance(width, int) or width < 20:
-            raise ValueError(f"width={width!r}: at least 20 characters were expected")
-        if not self.events:
-            return "no events"
-        margin = len(f"rank {self.ranks[-1]}") + 2
-        lines = []
-        for rank, part in self.by_rank().items():
-            label = f"rank {rank}".ljust(margin)
-            for row in part.rows():
-                lines.append((label + self._line(row, width)).rstrip())
-                label = " " * margin
-        left, right = _readable(0.0), _readable(self.makespan)
-        lines.append(" " * margin + left + right.rjust(width - len(left)))
-        return "\n".join([*lines, ", ".join(f"{_MARKS[kind]} {kind}" for kind in self.kinds)])
+        return views.text(self, width)
 
     def __str__(self) -> str:
         return self.text()
@@ -233,17 +211,6 @@ class Timeline:
             return [other, communication]
         return [self]
 
-    def _line(self, part: Timeline, width: int) -> str:
-        """One character for each slot of time: of the event that fills most of it."""
-        slot = (self.makespan or 1.0) / width
-        share: list[dict[str, float]] = [{} for _ in range(width)]
-        for event in part:
-            first, last = ((at - self.start) / slot for at in (event.start, event.stop))
-            for index in range(min(int(first), width - 1), min(math.ceil(last), width)):
-                filled = min(last, index + 1) - max(first, index)
-                share[index][event.kind] = share[index].get(event.kind, 0.0) + filled
-        return "".join(_MARKS[max(kinds, key=kinds.get)] if sum(kinds.values()) > 0.5 else " " for kinds in share)
-
     def to_trace(self) -> dict:
         """The timeline in Chrome's Trace Event Format (JSON object format), which Perfetto reads.
 
@@ -257,20 +224,7 @@ class Timeline:
         >>> trace["traceEvents"][-1]
         {'name': 'layer 1', 'cat': 'compute', 'ph': 'X', 'ts': 0.0, 'dur': 500000.0, 'pid': 1, 'tid': 1}
         """
-        described, complete, tid = [], [], 0
-        for rank, part in self.by_rank().items():
-            described.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
-            described.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
-            for kind in part.kinds:
-                for lane in _lanes(event for event in part if event.kind == kind):
-                    tid += 1
-                    described.append(_metadata("thread_name", rank, tid, name=kind))
-                    described.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
-                    for event in lane:
-                        ts, end = (round(1e6 * (at - self.start), 3) for at in (event.start, event.stop))
-                        what = {"name": event.name or kind, "cat": kind, "ph": "X", "ts": ts, "dur": end - ts}
-                        complete.append({**what, "pid": rank, "tid": tid})
-        return {"displayTimeUnit": "ms", "traceEvents": described + complete}
+        return views.trace(self)
 
     def write_trace(self, path: str | os.PathLike) -> Path:
         """Write `to_trace()` as a JSON file, to be opened at https://ui.perfetto.dev; returns its path.
@@ -306,89 +260,6 @@ def merge(parts: Iterable[Timeline]) -> Timeline:
     return whole.shift(-whole.start)
 
 
-# ---------------------------------------------------------------- recording a live run
-
-
-class Recorder:
-    """Notes what this rank does: `with recorder("compute", "layer 1"): …` times a block. `recording()` makes one."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.events: list[Event] = []
-
-    @contextmanager
-    def __call__(self, kind: str, name: str = "") -> Iterator[None]:
-        """Time the block; it is noted when it ends, by an error too. Blocks may nest.
-
-        On a GPU the block ends when its kernels are enqueued: end it with `torch.cuda.synchronize()`.
-
-        Raises:
-            ValueError: the kind is none of `KINDS` (said before the block runs).
-        """
-        Event(self.rank, 0.0, 0.0, kind, name)
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(kind, name, start, time.monotonic())
-
-    def add(self, kind: str, name: str, start: float, stop: float) -> None:
-        """Note what was timed elsewhere, in seconds of `time.monotonic`: an asynchronous collective, say."""
-        self.events.append(Event(self.rank, start, stop, kind, name))
-
-    def timeline(self) -> Timeline:
-        """What has been noted so far, in seconds of `time.monotonic`: what a rank returns."""
-        return Timeline(tuple(self.events))
-
-
-_open: list[Recorder] = []
-
-
-@contextmanager
-def recording(rank: int | None = None) -> Iterator[Recorder]:
-    """Record what this rank does, as a `Timeline`.
-
-    Args:
-        rank: whose events these are; None: the rank of the default process group, or else of the variable RANK, or 0.
-
-    >>> from course_utils.timeline import merge, recording
-    >>> def step():
-    ...     with recording() as recorder:
-    ...         with recorder("compute", "layer 1"):
-    ...             sum(range(1000))
-    ...     return recorder.timeline()
-    >>> [(event.rank, event.kind, event.name) for event in merge([step()])]      # on ranks: merge(launch(step, ...))
-    [(0, 'compute', 'layer 1')]
-    """
-    recorder = Recorder(_rank() if rank is None else rank)
-    _open.append(recorder)
-    try:
-        yield recorder
-    finally:
-        _open.remove(recorder)
-
-
-def note(kind: str, name: str, start: float, stop: float) -> None:
-    """Add an event to every recording that is open in this process: for code that knows when a collective ran.
-
-    Times are seconds of `time.monotonic`; nothing happens where nobody records.
-
-    >>> with recording(rank=3) as recorder:
-    ...     note("communication", "all-reduce", start=1.0, stop=2.0)
-    >>> recorder.timeline().seconds("communication")
-    {3: 1.0}
-    """
-    for recorder in list(_open):
-        recorder.add(kind, name, start, stop)
-
-
-def _rank() -> int:
-    distributed = sys.modules.get("torch.distributed")  # not imported here: without it there is no group either
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", 0))
-
-
 # ---------------------------------------------------------------- intervals
 
 
@@ -407,22 +278,6 @@ def _length(intervals: list[list[float]]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def _lanes(events: Iterable[Event]) -> list[list[Event]]:
-    """As few lists as possible in none of which two events overlap."""
-    lanes: list[list[Event]] = []
-    for event in sorted(events, key=lambda e: (e.start, e.stop)):
-        lane = next((lane for lane in lanes if lane[-1].stop <= event.start), None)
-        if lane is None:
-            lanes.append([event])
-        else:
-            lane.append(event)
-    return lanes
-
-
-def _metadata(what: str, pid: int, tid: int, **args) -> dict:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
-
-
 def _known(kinds: Iterable[str]) -> list[str]:
     for kind in kinds:
         if kind not in KINDS:
@@ -436,8 +291,3 @@ def _seconds(name: str, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name}={value}: a finite number of seconds was expected")
     return float(value)
-
-
-def _readable(seconds: float) -> str:
-    unit, scale = ("s", 1.0) if seconds >= 1 or seconds == 0 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
-    return f"{seconds * scale:.4g} {unit}"
