@@ -1,22 +1,9 @@
-"""Shapes of published models, their exact parameter counts, and the small GPT of the demos.
-
-A `Model` lists its weights, tensor by tensor (`Weight`: name, shape, how tensor parallelism cuts it), and every count
-is a sum over that list: of all parameters, of those that one token uses, of what one rank holds. The shapes are those
-of the published configurations; the tests hold the sums against the published counts. Nothing here needs torch but
-`small_gpt`, which imports it when it is called.
-"""
+"""`Model`: a list of weights, and the counts that are sums over it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from dataclasses import dataclass
 
 
 def _whole(name: str, value: int, least: int = 1) -> int:
@@ -110,6 +97,7 @@ class Model:
         TypeError, ValueError: a size is no whole number of at least 1, `heads` does not divide `hidden` (without
             `latent`), `kv_heads` does not divide `heads`, or a GPT has an `ffn` that isn't 4 × hidden.
 
+    >>> from course_utils.models import model
     >>> model("llama3-70b").parameters
     70553706496
     """
@@ -187,6 +175,7 @@ class Model:
     def parameters(self) -> int:
         """All parameters.
 
+        >>> from course_utils.models import model
         >>> model("gpt2-small").parameters
         124439808
         """
@@ -197,6 +186,7 @@ class Model:
         """The parameters that a token is multiplied with: of the routed experts only `top_k`, and no routing bias, for
         that only chooses them. Both embeddings are counted.
 
+        >>> from course_utils.models import model
         >>> model("mixtral-8x7b").active_parameters
         12879925248
         """
@@ -209,6 +199,7 @@ class Model:
     def parameter_terms(self) -> dict[str, int]:
         """Parameters by part, in the order of the forward pass; shared experts count as "mlp".
 
+        >>> from course_utils.models import model
         >>> model("gpt2-small").parameter_terms()
         {'embedding': 39383808, 'norms': 38400, 'attention': 28348416, 'mlp': 56669184}
         """
@@ -287,163 +278,3 @@ def gpt(
     """
     ffn = 4 * _whole("hidden", hidden)
     return Model(name, layers, hidden, heads, ffn, vocabulary, sequence, positions=sequence, gpt=True, tied=tied)
-
-
-_GPT2 = "the configurations of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl"
-_GPT3 = "Brown et al. 2020, arXiv 2005.14165, Table 2.1"
-_LLAMA2 = "Touvron et al. 2023, arXiv 2307.09288, and the models' configurations"
-_LLAMA3 = "Llama Team 2024, arXiv 2407.21783, Table 3; vocabulary 128,256 as in the configurations (128,000 there)"
-_KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198, Table 3"
-
-
-def _published() -> tuple[Model, ...]:
-    gpts = {
-        "gpt2-small": (12, 768, 12, 50257, 1024, _GPT2),
-        "gpt2-medium": (24, 1024, 16, 50257, 1024, _GPT2),
-        "gpt2-large": (36, 1280, 20, 50257, 1024, _GPT2),
-        "gpt2-xl": (48, 1600, 25, 50257, 1024, _GPT2),
-        "gpt3": (96, 12288, 96, 50257, 2048, _GPT3),
-        "korthikanti-22b": (48, 6144, 64, 51200, 2048, _KORTHIKANTI),
-        "korthikanti-175b": (96, 12288, 96, 51200, 2048, _KORTHIKANTI),
-        "korthikanti-530b": (105, 20480, 128, 51200, 2048, _KORTHIKANTI),
-        "korthikanti-1t": (128, 25600, 160, 51200, 2048, _KORTHIKANTI),
-    }
-    llamas = {
-        "llama2-7b": (32, 4096, 32, 11008, 32000, 4096, 32, _LLAMA2),
-        "llama2-13b": (40, 5120, 40, 13824, 32000, 4096, 40, _LLAMA2),
-        "llama2-70b": (80, 8192, 64, 28672, 32000, 4096, 8, _LLAMA2),
-        "llama3-8b": (32, 4096, 32, 14336, 128256, 8192, 8, _LLAMA3),
-        "llama3-70b": (80, 8192, 64, 28672, 128256, 8192, 8, _LLAMA3),
-        "llama3-405b": (126, 16384, 128, 53248, 128256, 8192, 8, _LLAMA3),
-    }
-    return (
-        *(replace(gpt(*shape, name=name), source=source) for name, (*shape, source) in gpts.items()),
-        *(Model(name, *shape, source=source) for name, (*shape, source) in llamas.items()),
-        Model(
-            "mixtral-8x7b", 32, 4096, 32, 14336, 32000, 32768, 8,
-            experts=Experts(routed=8, top_k=2, ffn=14336),
-            source="Jiang et al. 2024, arXiv 2401.04088, Table 1",
-        ),
-        Model(
-            "deepseek-v3", 61, 7168, 128, 18432, 129280, 4096,
-            experts=Experts(routed=256, top_k=8, ffn=2048, shared=1, dense_layers=3, bias=True),
-            latent=Latent(query=1536, key_value=512, nope=128, rope=64, value=128),
-            source="DeepSeek-AI 2024, arXiv 2412.19437, Section 4.2, without the multi-token-prediction module",
-        ),
-    )  # fmt: skip
-
-
-MODELS = MappingProxyType({one.name: one for one in _published()})
-
-
-def model(name: str) -> Model:
-    """The published model of this name.
-
-    Raises:
-        TypeError, ValueError: there is no such model; the sentence lists the names.
-
-    >>> model("gpt2-xl").hidden
-    1600
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"model({name!r}): the name of a model was expected, such as 'llama3-70b'")
-    if name not in MODELS:
-        raise ValueError(f"there is no model {name!r} here: choose one of {', '.join(MODELS)}, or make your own Model")
-    return MODELS[name]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A published training run: a model and how it was laid out. `batch` counts sequences, over all ranks.
-
-    >>> KORTHIKANTI["22B"].tensor_parallel
-    8
-    """
-
-    model: Model
-    tensor_parallel: int
-    pipeline_parallel: int
-    world_size: int
-    batch: int
-    microbatch: int
-    source: str = _KORTHIKANTI
-
-
-KORTHIKANTI = MappingProxyType(
-    {
-        "22B": Run(model("korthikanti-22b"), 8, 1, 8, 4, 4),
-        "175B": Run(model("korthikanti-175b"), 8, 8, 64, 64, 1),
-        "530B": Run(model("korthikanti-530b"), 8, 35, 280, 280, 1),
-        "1T": Run(model("korthikanti-1t"), 8, 64, 512, 512, 1),
-    }
-)
-# Parameter counts of Rajbhandari et al. 2020, arXiv 1910.02054, Figure 1 and Table 1
-ZERO_SIZES = MappingProxyType({"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 1_000_000_000_000})
-
-
-def small_gpt(
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    sequence: int,
-    *,
-    dropout: float = 0.0,
-    attention_dropout: float | None = None,
-    attention: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None,
-    tied: bool = True,
-) -> nn.Module:
-    """The GPT of the demos: maps tokens [batch, tokens] to logits [batch, tokens, vocabulary]; tokens ≤ sequence.
-
-    Its modules are `token`, `position`, `layers` (a ModuleList of `course_utils.memory.transformer_layer`), `norm` and
-    `head`. It has exactly `gpt(layers, hidden, heads, vocabulary, sequence, tied=tied).parameters` parameters.
-
-    Args:
-        dropout: probability after the embeddings, each attention and each MLP.
-        attention_dropout, attention: as for `transformer_layer`; None for the fused attention.
-
-    Raises:
-        TypeError, ValueError: as for `transformer_layer` and `Model`.
-
-    Source: the architecture is GPT-2's, in the order of Brown et al. 2020, Section 2.1.
-
-    >>> sum(p.numel() for p in small_gpt(layers=2, hidden=64, heads=4, vocabulary=100, sequence=32).parameters())
-    108544
-    """
-    from course_utils.memory.layer import fused_attention, transformer_layer
-
-    shape = gpt(layers, hidden, heads, vocabulary, sequence, tied=tied)
-    options = {"attention_dropout": attention_dropout, "attention": attention or fused_attention}
-    blocks = [transformer_layer(hidden, heads, dropout=dropout, **options) for _ in range(layers)]
-    return _gpt_module()(shape, blocks, dropout)
-
-
-@cache
-def _gpt_module() -> type:
-    """The module's class, made when it is first needed, because its base class is torch's."""
-    import torch
-    from torch import nn
-
-    class GPT(nn.Module):
-        def __init__(self, shape: Model, layers: list[nn.Module], dropout: float):
-            super().__init__()
-            self.dropout = dropout
-            self.token = nn.Embedding(shape.vocabulary, shape.hidden)
-            self.position = nn.Embedding(shape.positions, shape.hidden)
-            self.layers = nn.ModuleList(layers)
-            self.norm = nn.LayerNorm(shape.hidden)
-            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-            for embedding in (self.token, self.position, self.head):
-                nn.init.normal_(embedding.weight, std=0.02)  # with the default of 1, tied logits would be huge
-            if shape.tied:
-                self.head.weight = self.token.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            places = torch.arange(tokens.size(1), device=tokens.device)
-            x = self.token(tokens) + self.position(places)  # [batch, tokens, hidden]
-            x = nn.functional.dropout(x, self.dropout, self.training)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(self.norm(x))
-
-    return GPT
