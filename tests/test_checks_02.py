@@ -207,6 +207,13 @@ def a_ring_for_each(gradients):
         gradient.copy_(ring(gradient.flatten()).view_as(gradient) / dist.get_world_size())
 
 
+def a_whole_ring_for_each(gradients):
+    for gradient in gradients:
+        whole = [gradient.flatten()]
+        whole_tensors_round_the_ring(whole)
+        gradient.copy_(whole[0].view_as(gradient))
+
+
 def whole_tensors_round_the_ring(gradients):
     flat, n = cat(gradients), dist.get_world_size()
     parts = {dist.get_rank(): flat}
@@ -260,6 +267,7 @@ def padded_too_far(gradients):
     ("fn", "says", "hint"),
     [
         (a_ring_for_each, "24 messages", "let all gradients travel in one flat tensor"),
+        (a_whole_ring_for_each, "each rank sends 12 messages and 420 bytes", "each passes its tensor on whole"),
         (whole_tensors_round_the_ring, "each rank sends 3 messages and 420 bytes", "2 times as many bytes as needed"),
         (by_rank_0, "rank 0 sends 3 messages and 420 bytes", "give every rank one slice"),
         (padded_too_far, "each rank sends 6 messages and 240 bytes", "tensor_split makes the most even ones"),
@@ -433,7 +441,7 @@ def everything_inside(x, node, counterparts):
     ("fn", "says", "hint"),
     [
         (flat, "80 bytes in groups that span nodes (2 nodes of 3), where 16 are enough", "add up inside the node"),
-        (between_first, "sends 48 bytes in groups that span nodes", "add up inside the node first"),
+        (between_first, "sends 48 bytes in groups that span nodes", "the step between the nodes comes first"),
         (all_of_the_piece, "sends 32 bytes in groups that span nodes", "an all-reduce of the piece"),
         (everything_inside, "sends 128 bytes inside its node (2 nodes of 3), where 64 are enough", "one piece of its"),
     ],

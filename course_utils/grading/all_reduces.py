@@ -180,6 +180,11 @@ def _average_price(per_rank: Sequence[Traffic], elements: int, tensors: int) -> 
         hint = "a ring for each tensor pays the latency each time: let all gradients travel in one flat tensor"
     elif len(set(numbers)) > 1 or max(totals) > 2 * min(totals):
         hint = "one rank does the work and the others wait for it: give every rank one slice to add up"
+    elif min(numbers) == max(numbers) == (ranks - 1) * tensors and tensors > 1:
+        hint = (
+            "a ring for each tensor, and each passes its tensor on whole: put all gradients into one flat tensor, and "
+            "cut it into as many slices as there are ranks"
+        )
     elif any(row.size >= FLOAT * elements for rows in sent for row in rows):
         times = totals[worst] / (2 * (ranks - 1) / ranks * FLOAT * elements)
         hint = f"whole tensors travel, {times:.3g} times as many bytes as needed: cut them into as many slices as ranks"
@@ -359,7 +364,13 @@ def _sharded_price(cluster: Cluster, found: list[dict], layout: str) -> Report |
             "the slow links are busy while x is still whole, or with ranks of one node: add up inside the node first, "
             "and let only the piece that is left cross"
         )
-        if worst[kind] == 2 * enough[kind]:
+        sends = [(which, cells) for rank, which, cells in rows if rank == shown]
+        if sends[0][0] == "across" and len(sends[0][1][2].split(", ")) == cluster.nodes and len(sends) > 1:
+            hint = (
+                "the step between the nodes comes first, while x is still whole: swap the two, so that only the piece "
+                "that the step inside the node leaves crosses"
+            )
+        elif worst[kind] == 2 * enough[kind]:
             hint = "an all-reduce of the piece brings back what you then throw away: which half of it do you need?"
     else:
         say = f"a rank sends {worst[kind]:g} bytes inside its node{layout}, where {enough[kind]} are enough"
