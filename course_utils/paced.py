@@ -65,7 +65,7 @@ class _Pause(torch.autograd.Function):
     @staticmethod
     def forward(context, x: Tensor, seconds: float, name: str) -> Tensor:
         context.seconds, context.name = seconds, name
-        return x.view_as(x)
+        return x.clone()  # a view would make FSDP2 warn
 
     @staticmethod
     def backward(context, gradient: Tensor) -> tuple[Tensor, None, None]:

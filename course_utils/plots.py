@@ -386,10 +386,11 @@ PURPOSE_COLOURS = {
 }
 PURPOSE_HATCHES = {"parameters": "", "gradients": "///", "optimizer": "xx", "activations": "..."}
 _EXTRA = "#8c8c8c"
+_BYTE_UNITS = (("GB", 9), ("MB", 6), ("kB", 3))
 
 
 def memory_bars(memories: Mapping[str, Memory], title: str, capacity: Mapping[str, float] | None = None) -> Figure:
-    """One stacked bar for each name: GB (10⁹ bytes) of a rank by purpose, the total at its end.
+    """One stacked bar for each name: bytes of a rank by purpose, the total at its end; in GB, MB or kB (powers of ten).
 
     Args:
         memories: name -> `Memory`.
@@ -402,12 +403,14 @@ def memory_bars(memories: Mapping[str, Memory], title: str, capacity: Mapping[st
     'GB per rank (1 GB = 10⁹ bytes)'
     """
     figure, axes = _figure(9, 0.5 * len(memories) + 1.7)
+    largest = max((float(memory.total) for memory in memories.values()), default=0.0)
+    unit, power = next(((unit, power) for unit, power in _BYTE_UNITS if largest >= 10**power), _BYTE_UNITS[-1])
     labelled: set[str] = set()
     extras = list(dict.fromkeys(name for memory in memories.values() for name in memory.extra))
     for row, memory in enumerate(memories.values()):
         left = 0.0
         for name, value in memory.terms().items():
-            width = float(value) / 1e9
+            width = float(value) / 10**power
             if not width:
                 continue
             style = {"facecolor": PURPOSE_COLOURS.get(name, _EXTRA), "hatch": PURPOSE_HATCHES.get(name)}
@@ -419,12 +422,13 @@ def memory_bars(memories: Mapping[str, Memory], title: str, capacity: Mapping[st
             left += width
         axes.text(left, row, f" {left:.4g}", va="center", ha="left", color=INK, fontsize=9)
     for name, value in (capacity or {}).items():
-        axes.axvline(float(value) / 1e9, color=INK, linestyle="--", linewidth=1)
-        axes.text(float(value) / 1e9, -0.62, f" {name}", va="center", ha="left", color=INK, fontsize=9)
+        axes.axvline(float(value) / 10**power, color=INK, linestyle="--", linewidth=1)
+        axes.text(float(value) / 10**power, -0.62, f" {name}", va="center", ha="left", color=INK, fontsize=9)
     axes.set_yticks(range(len(memories)), list(memories))
     axes.set_ylim(len(memories) - 0.5, -0.9 if capacity else -0.5)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.06)
-    axes.set_xlabel("GB per rank (1 GB = 10⁹ bytes)")
+    exponent = str(power).translate(str.maketrans("369", "³⁶⁹"))
+    axes.set_xlabel(f"{unit} per rank (1 {unit} = 10{exponent} bytes)")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     if labelled:

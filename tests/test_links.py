@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_utils import World, launch
+from course_utils import RankError, World, launch
 from course_utils.links import INFINIBAND, NVLINK, Link, Node
 from course_utils.timeline import recording
 from course_utils.traffic import count
@@ -311,3 +311,15 @@ def test_a_recording_shows_when_the_links_were_busy(world):
         (transfer,) = timeline.only(lambda e: e.kind == "communication").events
         assert transfer.name == "allreduce" and transfer.seconds == pytest.approx(0.21)
         assert transfer.start >= start - 0.05 and min(timeline.overlap("compute", "communication").values()) > 0.05
+
+
+def many_at_once(number: int, keep: bool) -> None:
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(number)]
+    for work in works if keep else ():
+        work.wait()
+
+
+def test_sixty_collectives_may_be_under_way_and_more_are_refused():
+    launch(many_at_once, 60, True, world_size=2, links=Link(1e-4, 0))
+    with pytest.raises(RankError, match="64 collectives are under way on this group.* wait for some of them"):
+        launch(many_at_once, 80, True, world_size=2, links=Link(1e-4, 0))

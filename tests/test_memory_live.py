@@ -312,6 +312,19 @@ def test_by_default_the_outermost_module_stays_gathered(worlds):
     assert [one.extra[GATHERED] for one in between] == predicted == [4 * (6 + 6 + 10 + 2)] * 2
 
 
+def two_modules_in_one_group():
+    model = odd_model()
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    steps(model, optimizer, torch.ones(2, 7))
+    return measure_states(model, optimizer)
+
+
+def test_modules_that_were_sharded_together_count_once(worlds):
+    assert worlds[2].run(two_modules_in_one_group) == fsdp_states(ODD, 2)
+
+
 def test_fsdp_in_bf16(worlds):
     after = [after for _, after, _ in worlds[4].run(under_fsdp, True, dtype=torch.bfloat16)]
     assert after == fsdp_states(ODD, 4, precision=BF16)

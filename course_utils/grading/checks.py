@@ -18,14 +18,33 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from course_utils.gradients import Diagnosis, diagnose
-from course_utils.grading import all_reduces, assumptions, held_bytes, probe, sharded_autograd
+from course_utils.grading import (
+    all_reduces,
+    assumptions,
+    clipping,
+    held_bytes,
+    overlapped,
+    probe,
+    sharded_autograd,
+    token_mean,
+    zero,
+)
 from course_utils.grading.exercises import AllReduce, Case, Evidence, Exercise, Input, Sent, Sizes
 from course_utils.grading.judged import Judged
 from course_utils.grading.reports import Report, Row
 from course_utils.world import RankError, RankTimeout, World
 from course_utils.world.report import ranks_text
 
-_ALL = (*sharded_autograd.EXERCISES, assumptions.SUSPECTS, held_bytes.HELD, *all_reduces.EXERCISES)
+_ALL = (
+    *sharded_autograd.EXERCISES,
+    assumptions.SUSPECTS,
+    held_bytes.HELD,
+    *all_reduces.EXERCISES,
+    overlapped.DURING_BACKWARD,
+    token_mean.ACCUMULATE,
+    zero.ZERO_2,
+    clipping.CLIP,
+)
 EXERCISES = {one.name: one for one in _ALL}
 
 

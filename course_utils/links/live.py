@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from course_utils.timeline import note
 
 BACKEND = "emulated"
 _COUNTER = itertools.count()
-SLOTS, MEMORY, RANKS = 1024, 16, 128  # groups, operations of a group that are remembered, members
+SLOTS, MEMORY, RANKS = 1024, 64, 128  # groups, operations of a group that are remembered, members
 BOARD_BYTES = 8 * (SLOTS * MEMORY * RANKS + RANKS * RANKS * MEMORY)
 
 
@@ -112,6 +113,7 @@ class EmulatedGroup(ProcessGroup):
         self.kind, self.link = links.kind(self.members)
         self.links, self.board, self.queues = links, board, queues
         self.calls = 0
+        self.under_way: weakref.WeakSet[LateWork] = weakref.WeakSet()  # collectives of this rank
         self.messages: dict[tuple, int] = {}
         self.slot = self._slot(options.store)
         # Gloo, behind a group of torch's own: so that what is called on it is seen by whoever watches the dispatcher
@@ -139,6 +141,11 @@ class EmulatedGroup(ProcessGroup):
 
     def _collective(self, name: str, cost: costs.Cost, *arguments, waits_for=None) -> LateWork:
         """Run it on Gloo; it is done its cost after the last of the members it `waits_for` (all, if None) was ready."""
+        if len(self.under_way) >= MEMORY:
+            raise RuntimeError(
+                f"{MEMORY} collectives are under way on this group, as many as emulated links keep in mind: wait for "
+                "some of them before you start another"
+            )
         seconds = self.link.seconds(cost.steps, float(cost.bytes))
         row = self.board.collective[self.slot, self.calls % MEMORY]
         self.calls += 1
@@ -155,12 +162,15 @@ class EmulatedGroup(ProcessGroup):
                 start = max(ready, *(row[i] for i in members)) if members else ready
                 end = start + seconds
                 self.queues.take(self.kind, "out", end)
+                self.under_way.discard(work)
                 note("communication", name.strip("_"), start, end)
             return end
 
         if arguments[-1] is None:  # no options: torch has defaults of its own
             arguments = arguments[:-1]
-        return LateWork(getattr(self.inner, name)(*arguments), due, value=next(iter(arguments), None))
+        work = LateWork(getattr(self.inner, name)(*arguments), due, value=next(iter(arguments), None))
+        self.under_way.add(work)
+        return work
 
     def _from_root(self, root: int) -> list[int]:
         return [] if self.rank() == root else [root]

@@ -112,10 +112,13 @@ def _parameters(model: nn.Module, sharded: list) -> list[Tensor]:
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator:
+    seen = set()
     for module in model.modules():
         if _is(module, "torch.distributed.fsdp", "FSDPModule"):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+                if id(group) not in seen:  # the modules of one `fully_shard([a, b])` share theirs
+                    yield from group.fsdp_params
+                seen.add(id(group))
 
 
 def _unsharded(fsdp_parameter) -> list[Tensor]:

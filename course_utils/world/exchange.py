@@ -13,7 +13,7 @@ from .errors import RankError, RankTimeout
 from .output import Output
 
 GRACE = 0.25  # seconds that the other ranks have to fail or finish by themselves once one has failed
-FIRST_LOOK = 1.0  # seconds after which a call that isn't back is looked at, then after 3, 9, ... seconds
+FIRST_LOOK = 0.5  # seconds after which a call that isn't back is looked at, then after three times as long, and so on
 JOINING = 120.0  # seconds that the ranks may take to find each other
 DRAINING = 1.0  # seconds
 

@@ -45,6 +45,8 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.algorithms.join",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.optim",
     "torch.nn.parallel",
     "torch.utils.data",
@@ -61,7 +63,7 @@ RANK_ENVIRONMENT = {
     # after every call, at 10 µs for each collective that it remembers.
     "TORCH_FR_BUFFER_SIZE": "256",
 }
-BOARD_BYTES = 2**25  # of memory that the ranks of a world share
+BOARD_BYTES = 2**27  # of memory that the ranks of a world share
 if sys.platform != "win32":  # Gloo looks up the machine's name unless told where to listen, and an odd one breaks it
     RANK_ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
 _CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")

@@ -1,0 +1,103 @@
+"""What the two exercises of notebook 03 share: numbers that all processes draw alike, and tables of reports."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from course_utils.gradients import Diagnosis
+from course_utils.grading.reports import Report, Row
+from course_utils.traffic import Traffic
+from course_utils.world import RankError, RankTimeout
+
+FLOAT = 4  # bytes
+Table = tuple[tuple[str, ...], tuple[Row, ...]]
+
+
+def drawn(key: str, *shape: int) -> Tensor:
+    """Standard normal float32 that every process draws alike."""
+    generator = torch.Generator().manual_seed(random.Random(key).getrandbits(63))
+    return torch.randn(shape, generator=generator, device="cpu")
+
+
+def enumerated(things: Iterable) -> str:
+    """
+    >>> enumerated([2, 3, 4]), enumerated([2])
+    ('2, 3 and 4', '2')
+    """
+    *most, last = map(str, things)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def times(number: int, what: str) -> str:
+    """
+    >>> times(1, "bucket"), times(3, "bucket")
+    ('1 bucket', '3 buckets')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def within(where: str, report: Report) -> Report:
+    """The same report, its headline told where it happened."""
+    return Report(report.passed, f"{where}: {report.headline}", report.columns, report.rows, report.detail, report.hint)
+
+
+def gradient_table(diagnosis: Diagnosis) -> Table:
+    """One line for each parameter, in the doctor's words."""
+    rows = []
+    for verdict in diagnosis:
+        everyone = len(verdict.ranks) == diagnosis.world_size
+        where = "all" if everyone else ", ".join(map(str, verdict.ranks))
+        error = "" if verdict.error is None or verdict.healthy else f"{verdict.error:.2g}"
+        rows.append(Row(verdict.healthy, (f"{verdict.name}.grad", verdict.words, where, error)))
+    return ("", "what it is", "wrong on ranks", "largest error"), tuple(rows)
+
+
+def traffic_table(rank: int, traffic: Traffic, wrong: Sequence = ()) -> Table:
+    """What one rank has communicated, call by call; the rows in `wrong` are marked (all, if there are none)."""
+    rows = tuple(
+        Row(
+            bool(wrong) and row not in wrong,
+            (
+                f"rank {rank}",
+                row.operation,
+                f"{row.size}",
+                "in backward" if row.backward else "outside",
+                str(row.line or ""),
+            ),
+        )
+        for row in traffic
+    )
+    return ("", "operation", "bytes of the tensor", "when", "called from"), rows
+
+
+def operations(rows: Sequence) -> str:
+    """
+    >>> from course_utils.traffic import Row as Sent
+    >>> operations([Sent(0, "all_reduce", (0, 1), (), 8)] * 2 + [Sent(0, "barrier", (0, 1), (), 0)])
+    '2 all-reduces and 1 barrier'
+    """
+    names = [row.operation.replace("_", "-") for row in rows]
+    return enumerated(times(names.count(name), name) for name in dict.fromkeys(names))
+
+
+ALIKE = "all ranks must call the same collectives, on tensors of the same sizes, in the same order"
+
+
+def failed(error: RankError, where: str, hint: str, alike: str = ALIKE) -> Report:
+    """The report on ranks that failed, with `hint` if they raised something, and `alike` if they parted ways.
+
+    Raises:
+        RankError: the same, where nothing is known about it that `check` doesn't know.
+    """
+    text = str(error)
+    if error.error_type == "NotImplementedError" or "still running" in text:
+        raise error
+    first, *more = text.splitlines()
+    if isinstance(error, RankTimeout):
+        return Report(False, f"the ranks hang {where}", detail=text, hint=alike)
+    parted = any(sign in text for sign in ("don't agree", "without calling it", "SIGABRT"))  # Gloo gives up on sizes
+    return Report(False, f"{first} ({where})", detail="\n".join(more), hint=alike if parted else hint)
