@@ -18,37 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_utils.gradients import Disease, diagnose
-from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.judged import FLOAT, Argument, Judged, drawn, each_world, times
 from course_utils.grading.reports import Report, Row
 from course_utils.traffic import Traffic, count
 from course_utils.world import RankTimeout, World
-
-FLOAT = 4  # bytes
-
-
-def _values(key: str, shape: Sequence[int]) -> Tensor:
-    """Standard normal float32 that every process draws alike."""
-    generator = torch.Generator().manual_seed(random.Random(key).getrandbits(63))
-    return torch.randn(tuple(shape), generator=generator, device="cpu")
-
-
-def _each_world(name: str, world_sizes: Sequence[int], seed: int, timeout: float, on: Callable, praise: str) -> Report:
-    """`on(world, seed)` on each number of ranks, twice: the first report of something wrong, or that all is right."""
-    for world_size in world_sizes:
-        with World(world_size, timeout=timeout, device="cpu") as world:
-            for again in (False, True):
-                wrong = on(world, seed + again)
-                if wrong:
-                    headline = f"{name} on {world_size} ranks: {wrong.headline}"
-                    return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
-    *most, last = map(str, world_sizes)
-    ranks = f"{', '.join(most)} and {last}" if most else last
-    return Report(True, f"{name} is right on {ranks} ranks: {praise}")
-
-
-def _times(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
 
 # ---------------------------------------------------------------- 1: gradients, in one bucket round a ring
 
@@ -72,7 +45,7 @@ def shapes_of(world_size: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def _gradient(shapes: Sequence[tuple[int, ...]], seed: int, rank: int) -> list[Tensor]:
-    return [_values(f"average_gradients {seed} {rank} {i}", shape) for i, shape in enumerate(shapes)]
+    return [drawn(f"average_gradients {seed} {rank} {i}", *shape) for i, shape in enumerate(shapes)]
 
 
 def _average(fn, shapes: list[tuple[int, ...]], seed: int) -> dict:
@@ -173,9 +146,9 @@ def _average_price(per_rank: Sequence[Traffic], elements: int, tensors: int) -> 
     if max(numbers) <= enough and all(row.size <= most for rows in sent for row in rows):
         return None
     worst = max(range(ranks), key=lambda rank: (totals[rank], numbers[rank]))
-    what = f"rank {worst} sends {_times(numbers[worst], 'message')} and {totals[worst]} bytes"
+    what = f"rank {worst} sends {times(numbers[worst], 'message')} and {totals[worst]} bytes"
     if len(set(numbers)) == len(set(totals)) == 1:
-        what = f"each rank sends {_times(numbers[0], 'message')} and {totals[0]} bytes"
+        what = f"each rank sends {times(numbers[0], 'message')} and {totals[0]} bytes"
     if numbers[worst] >= enough * tensors and totals[worst] <= enough * (most + FLOAT * tensors):
         hint = "a ring for each tensor pays the latency each time: let all gradients travel in one flat tensor"
     elif len(set(numbers)) > 1 or max(totals) > 2 * min(totals):
@@ -186,8 +159,10 @@ def _average_price(per_rank: Sequence[Traffic], elements: int, tensors: int) -> 
             "cut it into as many slices as there are ranks"
         )
     elif any(row.size >= FLOAT * elements for rows in sent for row in rows):
-        times = totals[worst] / (2 * (ranks - 1) / ranks * FLOAT * elements)
-        hint = f"whole tensors travel, {times:.3g} times as many bytes as needed: cut them into as many slices as ranks"
+        factor = totals[worst] / (2 * (ranks - 1) / ranks * FLOAT * elements)
+        hint = (
+            f"whole tensors travel, {factor:.3g} times as many bytes as needed: cut them into as many slices as ranks"
+        )
     else:
         hint = "count the steps of each half, and the elements of each slice: tensor_split makes the most even ones"
     return Report(
@@ -203,16 +178,16 @@ def _sent_table(per_rank: Sequence[Traffic]) -> tuple:
     """For each rank and operation that sends: how often, how many bytes, and from which line first."""
     rows = []
     for rank, traffic in enumerate(per_rank):
-        for operation, times in Counter(row.operation for row in traffic if row.operation != "recv").items():
+        for operation, calls in Counter(row.operation for row in traffic if row.operation != "recv").items():
             those = [row for row in traffic if row.operation == operation]
             sent, line = sum(row.bytes for row in those), next((str(row.line) for row in those if row.line), "")
-            rows.append(Row(False, (f"rank {rank}", operation, str(times), f"{float(sent):g}", line)))
+            rows.append(Row(False, (f"rank {rank}", operation, str(calls), f"{float(sent):g}", line)))
     return ("", "operation", "times", "bytes sent", "called from"), tuple(rows)
 
 
 def _examine_average(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
     praise = "the same average on every rank, in 2 (N - 1) messages of 1/N of the bytes"
-    return _each_world(
+    return each_world(
         "average_gradients", world_sizes, seed, timeout, lambda world, s: _average_on(fn, world, s), praise
     )
 
@@ -254,7 +229,7 @@ def cluster_of(world_size: int, seed: int) -> Cluster:
 
 
 def _input(cluster: Cluster, seed: int, rank: int) -> Tensor:
-    return _values(f"sharded_sum {seed} {rank}", (cluster.elements,))
+    return drawn(f"sharded_sum {seed} {rank}", cluster.elements)
 
 
 def _sharded(fn, cluster: Cluster, seed: int) -> dict:
@@ -275,7 +250,7 @@ def _sharded(fn, cluster: Cluster, seed: int) -> dict:
 
 def _sharded_on(fn: Callable, world: World, seed: int) -> Report | None:
     cluster = cluster_of(world.size, seed)
-    layout = f" ({_times(cluster.nodes, 'node')} of {cluster.per_node})"
+    layout = f" ({times(cluster.nodes, 'node')} of {cluster.per_node})"
     found = world.run(_sharded, fn, cluster, seed)
     wanted = (cluster.elements // cluster.ranks,)
     for rank, one in enumerate(found):
@@ -381,7 +356,7 @@ def _sharded_price(cluster: Cluster, found: list[dict], layout: str) -> Report |
 
 def _examine_sharded(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
     praise = "each has its slice of the sum, and only what must cross between nodes has crossed"
-    return _each_world("sharded_sum", world_sizes, seed, timeout, lambda world, s: _sharded_on(fn, world, s), praise)
+    return each_world("sharded_sum", world_sizes, seed, timeout, lambda world, s: _sharded_on(fn, world, s), praise)
 
 
 SHARDED_SUM = Judged(

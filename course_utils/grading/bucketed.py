@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from course_utils.grading.data_parallel import FLOAT, drawn
+from course_utils.grading.judged import FLOAT, drawn
 from course_utils.paced import Paced
 
 BATCH = 3  # samples on each rank

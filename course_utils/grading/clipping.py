@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_utils.gradients import diagnose
-from course_utils.grading.all_reduces import _each_world, _values
-from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.judged import Argument, Judged, drawn, each_world
 from course_utils.grading.reports import Report, Row
 from course_utils.traffic import count
 from course_utils.world import RankError, RankTimeout, World
@@ -82,7 +81,7 @@ def _shard(whole: Tensor, rank: int, world_size: int) -> Tensor:
 
 def _whole(case: Case, seed: int, world_size: int) -> dict[str, Tensor]:
     shapes = case.sharded | case.replicated
-    found = {name: case.scale * _values(f"clip {case.name} {seed} {name}", shape) for name, shape in shapes.items()}
+    found = {name: case.scale * drawn(f"clip {case.name} {seed} {name}", *shape) for name, shape in shapes.items()}
     if case.odd is not None:
         found["bias"][-1] = case.odd
     return found
@@ -354,7 +353,7 @@ def _too_dear(found: list[dict]) -> Report | None:
 
 def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
     praise = "torch's norm and torch's gradients, with one number from each rank"
-    return _each_world("clip", world_sizes, seed, timeout, lambda world, s: _on(fn, world, s), praise)
+    return each_world("clip", world_sizes, seed, timeout, lambda world, s: _on(fn, world, s), praise)
 
 
 CLIP = Judged(

@@ -1,43 +1,16 @@
-"""What the two exercises of notebook 03 share: numbers that all processes draw alike, and tables of reports."""
+"""What the two exercises of notebook 03 share: the tables of their reports, and the report on ranks that failed."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from course_utils.gradients import Diagnosis
+from course_utils.grading.judged import enumerated, times
 from course_utils.grading.reports import Report, Row
 from course_utils.traffic import Traffic
 from course_utils.world import RankError, RankTimeout
 
-FLOAT = 4  # bytes
 Table = tuple[tuple[str, ...], tuple[Row, ...]]
-
-
-def drawn(key: str, *shape: int) -> Tensor:
-    """Standard normal float32 that every process draws alike."""
-    generator = torch.Generator().manual_seed(random.Random(key).getrandbits(63))
-    return torch.randn(shape, generator=generator, device="cpu")
-
-
-def enumerated(things: Iterable) -> str:
-    """
-    >>> enumerated([2, 3, 4]), enumerated([2])
-    ('2, 3 and 4', '2')
-    """
-    *most, last = map(str, things)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def times(number: int, what: str) -> str:
-    """
-    >>> times(1, "bucket"), times(3, "bucket")
-    ('1 bucket', '3 buckets')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def within(where: str, report: Report) -> Report:

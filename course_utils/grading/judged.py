@@ -1,15 +1,23 @@
 """An exercise that is judged in its own way: not by gradients against a single-process twin, but by what it returns.
 
 A wrong answer is compared with what the plausible mistakes would give (`Slip`): the one that it equals is what the hint
-is about.
+is about. Besides, what such exercises share: numbers that every process draws alike, the round over all numbers of
+ranks, and a few words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from course_utils.grading.reports import Report
+from course_utils.world import World
+
+FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -49,3 +57,45 @@ class Slip:
 def calls(fn: Callable, arguments: list[tuple]) -> list:
     """What the function returns for each of these arguments, one after the other; runs on a rank."""
     return [fn(*each) for each in arguments]
+
+
+def each_world(
+    name: str,
+    world_sizes: Sequence[int],
+    seed: int,
+    timeout: float,
+    on: Callable[[World, int], Report | None],
+    praise: str,
+) -> Report:
+    """`on(world, seed)` on each number of ranks, twice: the first report of something wrong, or that all is right."""
+    for world_size in world_sizes:
+        with World(world_size, timeout=timeout, device="cpu") as world:
+            for again in (False, True):
+                wrong = on(world, seed + again)
+                if wrong:
+                    headline = f"{name} on {world_size} ranks: {wrong.headline}"
+                    return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
+    return Report(True, f"{name} is right on {enumerated(world_sizes)} ranks: {praise}")
+
+
+def drawn(key: str, *shape: int) -> Tensor:
+    """Standard normal float32 that every process draws alike."""
+    generator = torch.Generator().manual_seed(random.Random(key).getrandbits(63))
+    return torch.randn(shape, generator=generator, device="cpu")
+
+
+def enumerated(things: Iterable) -> str:
+    """
+    >>> enumerated([2, 3, 4]), enumerated([2])
+    ('2, 3 and 4', '2')
+    """
+    *most, last = map(str, things)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def times(number: int, what: str) -> str:
+    """
+    >>> times(1, "bucket"), times(3, "bucket")
+    ('1 bucket', '3 buckets')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -17,17 +17,8 @@ from torch import Tensor
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
 from course_utils.grading.bucketed import Case, Net, loss, paced, plain, special
-from course_utils.grading.data_parallel import (
-    Table,
-    enumerated,
-    failed,
-    gradient_table,
-    operations,
-    times,
-    traffic_table,
-    within,
-)
-from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.data_parallel import Table, failed, gradient_table, operations, traffic_table, within
+from course_utils.grading.judged import Argument, Judged, enumerated, times
 from course_utils.grading.reports import Report, Row
 from course_utils.links import Link
 from course_utils.timeline import Timeline, merge, recording

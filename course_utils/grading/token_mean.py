@@ -14,17 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
-from course_utils.grading.data_parallel import (
-    FLOAT,
-    enumerated,
-    failed,
-    gradient_table,
-    operations,
-    times,
-    traffic_table,
-    within,
-)
-from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.data_parallel import failed, gradient_table, operations, traffic_table, within
+from course_utils.grading.judged import FLOAT, Argument, Judged, enumerated, times
 from course_utils.grading.reports import Report
 from course_utils.grading.token_weights import Case, cases, model_of, reference, slip
 from course_utils.traffic import count

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
-from course_utils.grading.all_reduces import _each_world
-from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.judged import Argument, Judged, each_world
 from course_utils.grading.reports import Report, Row
 from course_utils.grading.zero_steps import (
     FLOAT,
@@ -292,7 +291,7 @@ def _too_dear(found: list[dict], network: nn.Module) -> Report | None:
 
 def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
     praise = "Adam's parameters after every step, of gradients and moments a share on each rank, and 2 (N - 1) Ψ sent"
-    return _each_world("ZeRO2", world_sizes, seed, timeout, lambda world, s: _on(fn, world, s), praise)
+    return each_world("ZeRO2", world_sizes, seed, timeout, lambda world, s: _on(fn, world, s), praise)
 
 
 ZERO_2 = Judged(
