@@ -57,7 +57,9 @@ class CheckFailed(AssertionError):
         self.shown = shown  # in the notebook, above the error
 
     def _render_traceback_(self):  # what a notebook shows: the answer, not the way through this package
-        return [f"{type(self).__name__}: not right yet; see above"] if self.shown else str(self).splitlines()
+        if not self.shown:
+            return str(self).splitlines()
+        return [f"{type(self).__name__}: not right yet, see above ({self.report.headline})"]
 
 
 def check(

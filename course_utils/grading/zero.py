@@ -86,6 +86,10 @@ _ERRORS = {
     "doesn't require gradient": "one parameter is frozen (requires_grad is False): without a gradient it takes no part",
     "outputShape[0] * worldSize == inputShape[0]": "few of these sizes divide by the number of ranks: fill up with "
     "zeros behind the last element",
+    "index out of range": "a parameter of one element has one piece, however many ranks there are, if it is only cut: "
+    "fill up with zeros behind the last element first",
+    "'NoneType' object has no attribute": "was p.grad None in a hook? One parameter is tied: it has two names, and "
+    "registered under both, its second hook finds the gradient gone. model.parameters() gives it once",
 }
 
 
@@ -203,16 +207,20 @@ def _holds_too_much(found: list[dict], network: nn.Module) -> Report | None:
         rows = tuple(Row(m <= limit, (f"rank {r}", f"{m:,}", f"{limit:,.0f}")) for r, m in enumerate(most))
         listed = ", ".join(str(list(shape)) for shape in shapes[:8]) + (", …" if len(shapes) > 8 else "")
         headline = f"the parameters are right, but {say}"
-        return Report(False, headline, ("", "bytes", "enough"), rows, f"alive there: {listed}", hint)
+        return Report(False, headline, ("", "bytes", "enough"), rows, f"shapes of what is alive there: {listed}", hint)
 
     held, rank, step = worst("between")
     if held > enough.between:
-        hint = "is it a copy of all parameters, a buffer for gathering, or gradients in a list? Let go of it in step()"
+        hint = (
+            "is it a copy of all parameters, a buffer for gathering, gradients in a list or in the slices, or a slice "
+            "that is a view and keeps the whole alive (clone it)? Let go of it in step()"
+        )
         alive = Counter(math.prod(shape) for shape in step["between_shapes"])
         if alive >= Counter(2 * [p.numel() for p in trained]) or alive.total() == 2 and held >= 2 * psi:
             hint = "two moments for every parameter are 2 Ψ: give Adam only what this rank is to update"
         say = f"after a step rank {rank} holds {held:,} bytes besides the model"
-        say += f", where {enough.between:,.0f} are enough: three shares of Ψ = {psi:,} bytes on {ranks} ranks"
+        share = f"each of Ψ/N = {psi // ranks:,} and a largest parameter"
+        say += f", where {enough.between:,.0f} are enough: three shares, {share}"
         return report("between", enough.between, say, step["between_shapes"], hint)
     held, rank, step = worst("during")
     if held > enough.during:
@@ -223,7 +231,8 @@ def _holds_too_much(found: list[dict], network: nn.Module) -> Report | None:
             say += f": all Ψ = {psi:,} bytes of them, whole to the end, which is ZeRO-1"
             hint = (
                 "gradients come one after the other: in a hook (register_post_accumulate_grad_hook) reduce each, keep "
-                "this rank's share, and set p.grad to None before the next comes"
+                "this rank's share, and set p.grad to None before the next comes. It is None already? Then the share is "
+                "a view, which keeps the whole gradient alive: clone it"
             )
         return report("during", enough.during, say, step["during_shapes"], hint)
     left, rank, step = worst("left")
