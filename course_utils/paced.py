@@ -21,7 +21,8 @@ class Paced(nn.Module):
     """`module`, with a forward of at least `forward` and a backward of at least `backward` seconds.
 
     The backward's time passes before the gradients of the module's parameters come out, as it does in a real layer:
-    hooks on the parameters, and whoever waits for the gradient of the input, come after it.
+    hooks on the parameters, and whoever waits for the gradient of the input, come after it. The event of the backward
+    is that time; what the module itself then computes is not in it.
 
     Args:
         module: of one tensor, or of several of which the output depends on; its output is one tensor.
@@ -29,7 +30,8 @@ class Paced(nn.Module):
         name: of the events, for the reader.
 
     Raises:
-        TypeError: `module` is no module, or a time is no number; in forward: the output is not one tensor.
+        TypeError: `module` is no module, a time is no number, or the name no text; in forward: the output is not one
+            tensor.
         ValueError: a time is negative or not finite.
 
     >>> from course_utils.timeline import recording
@@ -43,6 +45,8 @@ class Paced(nn.Module):
     def __init__(self, module: nn.Module, forward: float, backward: float | None = None, name: str = ""):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: a torch module was expected")
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r}: a text was expected, not a {type(name).__name__}")
         super().__init__()
         self.module = module
         self.forward_seconds = _seconds("forward", forward)

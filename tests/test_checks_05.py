@@ -925,5 +925,5 @@ def test_a_notebook_shows_the_report_and_one_line_of_error(shell, capsys):
     shell.run_cell("from course_utils.grading import check\ncheck('pooled_logits', lambda x, up: x)")
     shown = capsys.readouterr().out
     assert shown.count("✗ pooled_logits is called as") == 1
-    assert shown.count("CheckFailed: not right yet; see above") == 1
+    assert shown.count("CheckFailed: not right yet, see above (") == 1
     assert "Traceback" not in shown and "checks.py" not in shown

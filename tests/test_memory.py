@@ -492,6 +492,25 @@ def test_the_figure_stacks_what_is_there_and_states_units_and_capacity():
     assert axes.texts[4].get_text().strip() == "H100, 80 GB" and axes.lines[0].get_xdata()[0] == 80
 
 
+@pytest.mark.parametrize(
+    ("size", "capacity", "unit"),
+    [
+        (5_000, None, "kB per rank (1 kB = 10³ bytes)"),
+        (2e6, None, "MB per rank (1 MB = 10⁶ bytes)"),
+        (5_000, 80e9, "GB per"),
+    ],
+)
+def test_the_figure_takes_the_unit_of_the_largest_of_what_it_shows(size, capacity, unit):
+    figure = plots.memory_bars({"DDP": Memory(parameters=int(size))}, "Small", capacity and {"H100": capacity})
+    assert figure.axes[0].get_xlabel().startswith(unit)
+    assert figure.axes[0].patches[0].get_width() == size / {"k": 1e3, "M": 1e6, "G": 1e9}[unit[0]]
+
+
+def test_a_figure_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="memories is empty"):
+        plots.memory_bars({}, "Nothing")
+
+
 def test_the_arithmetic_imports_without_torch_and_quickly():
     code = (
         "import sys, time; start = time.perf_counter(); import course_utils.memory as memory\n"

@@ -30,7 +30,7 @@ def test_forward_and_backward_take_their_time_and_are_recorded():
     forward, backward = recorder.timeline()
     assert (forward.rank, forward.kind, forward.name) == (2, "compute", "layer 7")
     assert (backward.kind, backward.name) == ("compute", "layer 7, backward")
-    assert 0.02 <= forward.seconds < 2 and 0.05 <= backward.seconds < 2 and forward.stop <= backward.start
+    assert 0.02 <= forward.seconds and 0.05 <= backward.seconds and forward.stop <= backward.start
 
 
 def test_a_backward_takes_twice_as_long_unless_said_otherwise():
@@ -60,6 +60,7 @@ def test_two_modules_without_a_name_and_no_gradient():
         ((torch.relu, 1.0), TypeError, "module is a builtin_function_or_method: a torch module was expected"),
         ((nn.ReLU(), "1"), TypeError, "forward='1': seconds were expected, not a str"),
         ((nn.ReLU(), True), TypeError, "forward=True: seconds were expected, not a bool"),
+        ((nn.ReLU(), 0, 0, 3), TypeError, "name=3: a text was expected, not a int"),
         ((nn.ReLU(), -1), ValueError, "forward=-1: a finite number of seconds, at least 0, was expected"),
         ((nn.ReLU(), 0, float("nan")), ValueError, "backward=nan: a finite number of seconds"),
     ],

@@ -1,5 +1,6 @@
 """`traffic.wire_bytes`: what a process has really sent over TCP, against transfers of a known size."""
 
+import os
 import socket
 import sys
 import threading
@@ -35,6 +36,25 @@ def test_what_goes_through_a_socket_is_counted_and_nothing_else(tmp_path):
     for one in (sender, receiver, listener):
         one.close()
     assert 10 * MB <= after - before <= 10.1 * MB
+
+
+@linux
+def test_a_socket_with_two_descriptors_counts_once_and_stays_as_it_is():
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(listener.getsockname())
+    receiver, _ = listener.accept()
+    twin = sender.dup()
+    before = traffic.wire_bytes()
+    sender.sendall(bytes(1000))
+    assert len(receiver.recv(1000, socket.MSG_WAITALL)) == 1000
+    socket.setdefaulttimeout(5)  # under which a new socket object would make its descriptor non-blocking
+    try:
+        assert traffic.wire_bytes() - before == 1000
+        assert sender.getblocking() and os.get_blocking(sender.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
+        for one in (sender, twin, receiver, listener):
+            one.close()
 
 
 def shares(operations):

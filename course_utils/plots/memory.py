@@ -32,13 +32,18 @@ def memory_bars(memories: Mapping[str, Memory], title: str, capacity: Mapping[st
         title: the finding.
         capacity: name -> bytes of what it should fit into, drawn as a line: `{"H100, 80 GB": H100.memory_bytes}`.
 
+    Raises:
+        ValueError: there is nothing to draw.
+
     >>> from course_utils.memory import Memory
     >>> figure = memory_bars({"weights": Memory(parameters=140e9)}, "They don't fit", {"H100": 80e9})
     >>> figure.axes[0].get_xlabel()
     'GB per rank (1 GB = 10⁹ bytes)'
     """
     figure, axes = figure_of(9, 0.5 * len(memories) + 1.7)
-    largest = max((float(memory.total) for memory in memories.values()), default=0.0)
+    if not memories:
+        raise ValueError("memories is empty: give at least one name and its Memory")
+    largest = max(map(float, [*(memory.total for memory in memories.values()), *(capacity or {}).values()]))
     unit, power = next(((unit, power) for unit, power in _BYTE_UNITS if largest >= 10**power), _BYTE_UNITS[-1])
     labelled: set[str] = set()
     extras = list(dict.fromkeys(name for memory in memories.values() for name in memory.extra))

@@ -11,10 +11,13 @@ from course_utils.timeline import Timeline
 from .style import COLOURS, HATCHES, INK, figure_of, finished
 
 
-def gantt(timeline: Timeline, title: str) -> Figure:
+def gantt(timeline: Timeline, title: str, until: float | None = None) -> Figure:
     """A row for each rank, a bar for each event; where a rank communicates behind other work, in the row's lower half.
 
     Time starts at 0, in seconds, ms or µs. A bar that is wide enough bears its event's name.
+
+    Args:
+        until: seconds at which the axis ends, so that several figures can be compared; None: where the timeline ends.
 
     >>> from course_utils.timeline import Event, Timeline
     >>> figure = gantt(Timeline((Event(0, 0, 2, "compute", "layer 1"), Event(0, 1, 3, "communication"))), "It overlaps")
@@ -22,7 +25,8 @@ def gantt(timeline: Timeline, title: str) -> Figure:
     ('It overlaps', 'time (s)')
     """
     figure, axes = figure_of(10, 0.55 * len(timeline.ranks) + 1.6)
-    unit, scale = _time_unit(timeline.makespan)
+    span = timeline.makespan if until is None else until
+    unit, scale = _time_unit(span)
     for place, part in enumerate(timeline.by_rank().values()):
         rows = part.rows()
         height = 0.8 / len(rows)
@@ -30,10 +34,10 @@ def gantt(timeline: Timeline, title: str) -> Figure:
             for event in events:
                 left, width = (event.start - timeline.start) * scale, event.seconds * scale
                 _bar(axes, left, place - 0.4 + row * height, width, height, event.kind)
-                if event.name and width > 0.0095 * len(event.name) * (timeline.makespan * scale):
+                if event.name and width > 0.0095 * len(event.name) * (span * scale):
                     _bar_name(axes, left + width / 2, place - 0.4 + (row + 0.5) * height, event.name, event.kind)
     axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in timeline.ranks])
-    axes.set(xlim=(0, timeline.makespan * scale or 1), ylim=(len(timeline.ranks) - 0.5, -0.5))
+    axes.set(xlim=(0, span * scale or 1), ylim=(len(timeline.ranks) - 0.5, -0.5))
     axes.set_xlabel(f"time ({unit})")
     axes.set_title(title)
     axes.tick_params(axis="y", length=0)

@@ -64,10 +64,11 @@ def wire_bytes() -> int | None:
     """Bytes that the open TCP connections of this process have sent so far; None where the system does not say.
 
     The difference of two calls around a collective, with a barrier before each, is what the backend has put on the
-    wire on this rank, whoever else uses the network meanwhile. Gloo adds some bytes of its own for each message. Linux
-    4.19 or newer only; shared memory and InfiniBand are not seen, so it says nothing about NCCL.
+    wire on this rank, whoever else uses the network meanwhile; what was sent again is not counted, and connections must
+    stay open between the two calls. Gloo adds some bytes of its own for each message. Linux 4.19 or newer only; shared
+    memory and InfiniBand are not seen, so it says nothing about NCCL.
 
-    Source: `struct tcp_info` of Linux, `tcpi_bytes_sent`.
+    Source: `struct tcp_info` of Linux, `tcpi_bytes_sent` less `tcpi_bytes_retrans`.
 
     >>> import torch, torch.distributed as dist
     >>> from course_utils import launch
