@@ -927,3 +927,11 @@ def test_a_notebook_shows_the_report_and_one_line_of_error(shell, capsys):
     assert shown.count("✗ pooled_logits is called as") == 1
     assert shown.count("CheckFailed: not right yet, see above (") == 1
     assert "Traceback" not in shown and "checks.py" not in shown
+
+
+@pytest.mark.parametrize("world_sizes", [2, (), (0,), (2.0,), "234"])
+def test_numbers_of_ranks_that_make_no_sense_are_refused_by_a_sentence(world_sizes):
+    report = examine("pooled_logits", lambda *inputs: inputs[0], world_sizes=world_sizes)
+    assert (
+        report.headline == f"world_sizes={world_sizes!r}: numbers of ranks were expected, as in world_sizes=(2, 3, 4)"
+    )

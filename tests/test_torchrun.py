@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -102,3 +103,14 @@ def test_a_notebook_that_cannot_be_a_script_says_why_in_its_metadata():
     for path in NOTEBOOKS.glob("*.ipynb"):
         course = nbformat.read(path, as_version=4).metadata.get("course", {})
         assert course.get("script", True) is True or len(course.get("reason", "")) > 20, path.name
+
+
+def test_the_script_to_take_home_trains_and_saves_what_it_trained(tmp_path):
+    script = Path(__file__).parents[1] / "docs" / "train_ddp.py"
+    done = torchrun(script, 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    losses = [float(line.split()[3]) for line in epochs]
+    assert len(epochs) == 3 and all(line.endswith("over 256 samples") for line in epochs)
+    assert losses[2] < losses[1] < losses[0]
+    assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -30,7 +30,7 @@ from course_utils.grading import (
     zero,
 )
 from course_utils.grading.exercises import AllReduce, Case, Evidence, Exercise, Input, Sent, Sizes
-from course_utils.grading.judged import Judged
+from course_utils.grading.judged import Judged, enumerated, ranks
 from course_utils.grading.reports import Report, Row
 from course_utils.world import RankError, RankTimeout, World
 from course_utils.world.report import ranks_text
@@ -108,7 +108,7 @@ def examine(
         seed: draws sizes and values; grading uses others than the learner has seen.
         timeout: seconds that one call may take; a hang is explained then.
     """
-    complaint = _refuse(name, fn)
+    complaint = _refuse(name, fn) or _refuse_world_sizes(world_sizes)
     if complaint:
         return complaint
     exercise = EXERCISES[name]
@@ -117,9 +117,9 @@ def examine(
     for done, world_size in enumerate(world_sizes):
         wrong = _on(exercise, fn, world_size, seed, timeout)
         if wrong:
-            right_on = f"; on {_ranks(*world_sizes[:done])} all is right" if done else ""
-            return Report(False, f"{name} on {_ranks(world_size)}: {wrong.headline}{right_on}", *_rest(wrong))
-    return Report(True, f"{name} is right on {_ranks(*world_sizes)}: {_praise(exercise)}")
+            right_on = f"; on {ranks(*world_sizes[:done])} all is right" if done else ""
+            return Report(False, f"{name} on {ranks(world_size)}: {wrong.headline}{right_on}", *_rest(wrong))
+    return Report(True, f"{name} is right on {ranks(*world_sizes)}: {_praise(exercise)}")
 
 
 def _judged(exercise: Judged, fn, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
@@ -137,17 +137,8 @@ def _rest(report: Report) -> tuple:
     return report.columns, report.rows, report.detail, report.hint
 
 
-def _enumerate(things, last: str = "and") -> str:
-    *most, final = map(str, things)
-    return f"{', '.join(most)} {last} {final}" if most else final
-
-
-def _ranks(*numbers: int) -> str:
-    return f"{_enumerate(numbers)} {'rank' if numbers == (1,) else 'ranks'}"
-
-
 def _praise(exercise: Exercise) -> str:
-    right = _enumerate(["the output", *(f"{i.name}.grad" for i in exercise.inputs)])
+    right = enumerated(["the output", *(f"{i.name}.grad" for i in exercise.inputs)])
     return f"{right}, with no more communication than it takes"
 
 
@@ -155,7 +146,7 @@ def _praise(exercise: Exercise) -> str:
 
 
 def _refuse(name, fn) -> Report | None:
-    names = _enumerate(map(repr, EXERCISES))
+    names = enumerated(map(repr, EXERCISES))
     if not isinstance(name, str):
         return Report(False, f"check needs the exercise's name first and then your function; the names are {names}")
     if name not in EXERCISES:
@@ -182,6 +173,13 @@ def _refuse(name, fn) -> Report | None:
     except ValueError:  # a function without a readable signature
         pass
     return None
+
+
+def _refuse_world_sizes(world_sizes) -> Report | None:
+    whole = isinstance(world_sizes, Sequence) and all(type(size) is int and size > 0 for size in world_sizes)
+    if whole and world_sizes:
+        return None
+    return Report(False, f"world_sizes={world_sizes!r}: numbers of ranks were expected, as in world_sizes=(2, 3, 4)")
 
 
 # ---------------------------------------------------------------- one number of ranks
@@ -216,7 +214,7 @@ def _labelled(case: Case, again: bool) -> Iterator[None]:
         if said.getvalue():
             given = ", ".join(f"{i.name} {list(i.shape_on(1, case.sizes))}" for i in case.exercise.inputs)
             call = "the second call" if again else "the first call"
-            print(f"Printed by {call} on {_ranks(case.world_size)}, with {given}:\n{said.getvalue()}", end="")
+            print(f"Printed by {call} on {ranks(case.world_size)}, with {given}:\n{said.getvalue()}", end="")
 
 
 def _failed(exercise: Exercise | Judged, error: RankError, timeout: float) -> Report:
@@ -228,7 +226,8 @@ def _failed(exercise: Exercise | Judged, error: RankError, timeout: float) -> Re
             False,
             "the ranks hang",
             detail=text,
-            hint="every rank must call the same collectives in the same order, in forward and in backward",
+            hint="every rank must call the same collectives in the same order"
+            + (", in forward and in backward" if isinstance(exercise, Exercise) else ""),
         )
     first, *more = text.splitlines()
     if error.error_type == "NotImplementedError":
@@ -338,7 +337,7 @@ def _in_words(output: Input, sizes: Sizes) -> str:
 
 def _which(diagnosis: Diagnosis) -> str:
     sick = [f"{verdict.name}.grad" for verdict in diagnosis.sick]
-    return f"but {_enumerate(sick)} {'is' if len(sick) == 1 else 'are'} not"
+    return f"but {enumerated(sick)} {'is' if len(sick) == 1 else 'are'} not"
 
 
 def _table(diagnosis: Diagnosis, names) -> tuple:
@@ -399,7 +398,7 @@ def _compared(phase: str, enough: AllReduce | None, sent: list[Sent], sizes: Siz
     operations = [one.operation for one in sent]
     names = [_counted(operations.count(operation), operation) for operation in dict.fromkeys(operations)]
     in_all = " in all" if len(sent) > 1 else ""
-    there = f"in {phase} {_enumerate(names)} of {sum(one.bytes for one in sent)} bytes{in_all}"
+    there = f"in {phase} {enumerated(names)} of {sum(one.bytes for one in sent)} bytes{in_all}"
     if enough is None:
         return f"{there}, where nothing has to be sent"
     one = "one" if set(operations) == {"all_reduce"} else "one all-reduce"

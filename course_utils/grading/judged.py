@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +67,26 @@ def each_world(
     timeout: float,
     on: Callable[[World, int], Report | None],
     praise: str,
+    links: Any = None,
 ) -> Report:
     """`on(world, seed)` on each number of ranks, twice: the first report of something wrong, or that all is right."""
     for world_size in world_sizes:
-        with World(world_size, timeout=timeout, device="cpu") as world:
+        with World(world_size, timeout=timeout, device="cpu", links=links) as world:
             for again in (False, True):
                 wrong = on(world, seed + again)
                 if wrong:
-                    headline = f"{name} on {world_size} ranks: {wrong.headline}"
+                    other = ", with other inputs than in the call before" if again else ""
+                    headline = f"{name} on {ranks(world_size)}: {wrong.headline}{other}"
                     return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
-    return Report(True, f"{name} is right on {enumerated(world_sizes)} ranks: {praise}")
+    return Report(True, f"{name} is right on {ranks(*world_sizes)}: {praise}")
+
+
+def ranks(*numbers: int) -> str:
+    """
+    >>> ranks(2, 3, 4), ranks(1)
+    ('2, 3 and 4 ranks', '1 rank')
+    """
+    return f"{enumerated(numbers)} {'rank' if numbers == (1,) else 'ranks'}"
 
 
 def drawn(key: str, *shape: int) -> Tensor:
