@@ -27,7 +27,7 @@ class Paced(nn.Module):
     Args:
         module: of one tensor, or of several of which the output depends on; its output is one tensor.
         forward, backward: seconds; a backward takes about twice as long as its forward, so that is the default.
-        name: of the events, for the reader.
+        name: of the forward's events; those of the backward get a prime: "layer 1′".
 
     Raises:
         TypeError: `module` is no module, a time is no number, or the name no text; in forward: the output is not one
@@ -39,7 +39,7 @@ class Paced(nn.Module):
     >>> with recording() as recorder:
     ...     layer(torch.ones(1, 3)).sum().backward()
     >>> [(event.kind, event.name, event.seconds >= 0.002) for event in recorder.timeline()]
-    [('compute', 'layer 1', True), ('compute', 'layer 1, backward', True)]
+    [('compute', 'layer 1', True), ('compute', 'layer 1′', True)]
     """
 
     def __init__(self, module: nn.Module, forward: float, backward: float | None = None, name: str = ""):
@@ -59,7 +59,7 @@ class Paced(nn.Module):
         if not isinstance(output, Tensor):
             raise TypeError(f"the module that is paced returned a {type(output).__name__}: one tensor was expected")
         _sleep(start, self.forward_seconds, self.name)
-        return _Pause.apply(output, self.backward_seconds, f"{self.name}, backward" if self.name else "backward")
+        return _Pause.apply(output, self.backward_seconds, f"{self.name}′" if self.name else "backward")
 
     def extra_repr(self) -> str:
         return f"forward={self.forward_seconds:g} s, backward={self.backward_seconds:g} s"

@@ -29,7 +29,7 @@ def test_forward_and_backward_take_their_time_and_are_recorded():
         run(Paced(layer(), forward=0.02, backward=0.05, name="layer 7"))
     forward, backward = recorder.timeline()
     assert (forward.rank, forward.kind, forward.name) == (2, "compute", "layer 7")
-    assert (backward.kind, backward.name) == ("compute", "layer 7, backward")
+    assert (backward.kind, backward.name) == ("compute", "layer 7′")
     assert 0.02 <= forward.seconds and 0.05 <= backward.seconds and forward.stop <= backward.start
 
 
