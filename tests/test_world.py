@@ -15,6 +15,7 @@ from torch import nn
 
 import course_utils
 from course_utils import World, launch
+from course_utils.world import exchange
 
 MODULE_VALUE = 5
 
@@ -545,3 +546,20 @@ os.kill(os.getpid(), 9)
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def reduce_for(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        go_on = torch.tensor(float(time.monotonic() < end))
+        dist.all_reduce(go_on, op=dist.ReduceOp.MIN)
+        if not go_on:
+            return
+
+
+def test_a_call_that_ends_while_it_is_looked_at_is_no_hang(monkeypatch):
+    """What a rank has called is asked of one after the other, and a rank that has answered goes on, and may be done."""
+    monkeypatch.setattr(exchange, "FIRST_LOOK", 0.03)
+    with World(4, device="cpu") as world:
+        for attempt in range(80):
+            assert world.run(reduce_for, 0.025 + 0.0002 * attempt) == [None] * 4

@@ -48,10 +48,8 @@ class Exchange:
             left = until - time.monotonic()
             if left > 0:
                 self._wait(None if left == math.inf else left)
-            elif (
-                until == next_look and start is not None
-            ):  # the ranks are slow: is it certain that they can't ever finish?
-                if report.mismatch(self.fates(asking=missing)):
+            elif until == next_look and start is not None:  # is it certain that they can't ever finish?
+                if all(report.mismatch(self.fates(asking=missing)) for _ in range(2)):
                     self.hopeless = True
                     break
                 next_look = time.monotonic() + 2 * (time.monotonic() - start)
@@ -98,6 +96,7 @@ class Exchange:
             self.joined.add(rank)
         else:
             self.replies[rank] = (kind, content)
+            self.places.pop(rank, None)  # where it was a moment ago: it has called more since
 
     def _drain(self) -> None:
         """Everything that was printed before the answer is in the pipe by now; who goes on printing is cut off."""
@@ -135,7 +134,7 @@ class Exchange:
         if difference or (different and all(fate.kind == "returned" for fate in fates)):
             return RankError(f"no result, for it would be wrong: {difference or report.mismatch(fates)}")
         if self.hopeless:
-            return RankTimeout(report.stuck(fates))
+            return RankTimeout(report.stuck(fates) or report.hang(fates, timeout))
         if self.timed_out:
             return RankTimeout(report.hang(fates, timeout))
         if any(fate.kind != "returned" for fate in fates):
