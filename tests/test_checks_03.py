@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import cloudpickle
@@ -198,7 +200,8 @@ def test_right_buckets_of_several_styles_pass(fn, seed):
 
 
 def test_a_single_rank_has_nothing_to_wait_for():
-    assert examine(DURING, answer(Buckets), world_sizes=(1,)).passed
+    report = examine(DURING, answer(Buckets), world_sizes=(1,))
+    assert report.passed and "is right on 1 rank: " in report.headline
 
 
 # ---------------------------------------------------------------- buckets: wrong answers
@@ -290,21 +293,60 @@ def test_wrong_gradients_are_explained(kind, says, hint):
     assert "in step" not in report.headline
 
 
-SPECIAL = "a model with a tied weight, a frozen one and one that forward doesn't use: "
+SPECIAL = "a model with a tied weight, a frozen one and two that forward doesn't use: "
+
+
+class FlushesOne(Buckets):
+    """`if` for `while` in finish: of the buckets that are never complete only the next in line starts."""
+
+    def flush(self):
+        for i in range(len(self.buckets)):
+            if i not in self.works:
+                return self.start(i)
+
+
+class InLine(Buckets):
+    """A bucket starts when it and all before it are complete, as in the solution and in DDP."""
+
+    def ready(self, p):
+        self.missing[self.of[p]] -= 1
+        while len(self.works) < len(self.buckets) and self.missing[len(self.works)] == 0:
+            self.start(len(self.works))
+
+
+def test_buckets_may_start_in_line():
+    """Whatever stands behind a bucket that is never complete is then left to finish."""
+    assert examine(DURING, answer(InLine), world_sizes=(2,), seed=2).passed
+
+
+class InLineFlushesOne(InLine, FlushesOne):
+    pass
+
+
+@pytest.mark.parametrize("kind", [FlushesOne, InLineFlushesOne])
+def test_every_bucket_that_is_never_complete_must_start(kind):
+    report = refused(DURING, answer(kind))
+    assert SPECIAL + "the gradient" in report.headline and "not the mean" in report.headline
+    assert "layers.0.weight" in report.hint and "never left it" in report.hint and "must start it" in report.hint
 
 
 def test_a_bucket_that_is_never_complete_must_start_too():
-    """Seed 0 puts the tied weight and the unused parameter into the last bucket."""
+    """The tied weight and an unused parameter are in the last bucket."""
     report = refused(DURING, answer(NeverFlushes))
-    assert SPECIAL + "the gradient of layers.0.weight is not the mean" in report.headline
-    assert "layers.0.weight never left it" in report.hint and "finish() must start it" in report.hint
-    assert [row.cells[0] for row in report.rows if not row.ok] == ["layers.0.weight.grad"]
+    assert SPECIAL + "the gradients of layers.0.weight and layers.0.bias are not the mean" in report.headline
+    assert "layers.0.bias and layers.0.weight never left it" in report.hint
+    assert "finish() must start it" in report.hint
+    assert [row.cells[0] for row in report.rows if not row.ok] == ["layers.0.weight.grad", "layers.0.bias.grad"]
     assert "unused [4], 16 bytes, not used by forward" in report.detail
+    assert "layers.0.unused [" in report.detail
 
 
 def test_what_forward_does_not_use_gets_no_gradient():
     report = refused(DURING, answer(GarbageForUnused))
-    assert SPECIAL + "the gradient of unused is not the mean over the ranks: unexpected" in report.headline
+    assert (
+        SPECIAL + "the gradients of unused and layers.0.unused are not the mean over the ranks: unexp"
+        in report.headline
+    )
     assert "must be zero, or None" in report.hint
 
 
@@ -515,13 +557,39 @@ class FromTheFront(Buckets):
             self.start(len(self.works))
 
 
-@pytest.mark.parametrize("kind", [Synchronous, WaitsForTheOneBefore])
+class WaitsFromTheSecondStepOn(Buckets):
+    steps = 0
+
+    def start(self, i):
+        super().start(i)
+        if self.steps:
+            self.works[i].wait()
+
+    def finish(self):
+        super().finish()
+        self.steps += 1
+
+
+class WaitsOnRankZero(Buckets):
+    def start(self, i):
+        super().start(i)
+        if dist.get_rank() == 0:
+            self.works[i].wait()
+
+
+def test_every_rank_must_go_on():
+    report = refused(DURING, answer(WaitsOnRankZero), world_sizes=(3,))
+    assert "right, but backward stands still while a bucket travels, on rank 0" in report.headline
+    assert report.columns[-1] == "when it starts, on rank 0" and not report.rows[-1].ok
+
+
+@pytest.mark.parametrize("kind", [Synchronous, WaitsForTheOneBefore, WaitsFromTheSecondStepOn])
 def test_whoever_waits_in_a_hook_keeps_backward_waiting(kind):
     report = refused(DURING, answer(kind))
     assert "the gradients are right, but backward stands still while a bucket travels" in report.headline
     assert "keep the Work that it returns, and call wait() in finish()" in report.hint
     assert report.rows[0].ok and not report.rows[-1].ok and report.rows[-1].cells[0] == "layer 0, backward"
-    assert "/ communication" in report.detail
+    assert "in a second step" in report.detail and "/ communication" in report.detail
 
 
 def test_buckets_from_the_front_start_when_backward_is_over():
@@ -529,6 +597,71 @@ def test_buckets_from_the_front_start_when_backward_is_over():
     assert "the gradients are right, but the first bucket starts when backward is over" in report.headline
     assert "backward begins at the last layer: so must the first bucket" in report.hint
     assert report.rows[-1].cells == ("layer 0, backward", "0 buckets have started") and not report.rows[-1].ok
+
+
+# ---------------------------------------------------------------- buckets: on their way
+
+
+class DividesOnTheWay(Buckets):
+    """The first rank before the last has come, and this one when the sum is there: so no chance decides."""
+
+    def start(self, i):
+        super().start(i)
+        while dist.get_rank() and not self.works[i].is_completed():
+            time.sleep(0.001)
+        self.flats[i] /= dist.get_world_size()
+
+    def put_back(self, i):
+        for p, piece in pieces(self.flats[i], self.buckets[i]):
+            p.grad = piece.view_as(p)
+
+
+class OneBufferForAll(Buckets):
+    """Filled again while the bucket before is still travelling."""
+
+    def collect(self, i):
+        self.buffer = getattr(self, "buffer", torch.empty(1000))
+        fresh = super().collect(i)
+        return self.buffer[: len(fresh)].copy_(fresh)
+
+
+@pytest.mark.parametrize("kind", [DividesOnTheWay, OneBufferForAll])
+def test_what_travels_must_not_be_changed(kind):
+    report = refused(DURING, answer(kind))
+    assert "not the mean over the ranks" in report.headline and plain(report)
+    assert "between all_reduce(async_op=True) and wait() the tensor isn't yours" in report.hint
+
+
+def test_the_hint_on_what_was_changed_on_its_way():
+    report = refused(DURING, answer(DividesOnTheWay))
+    assert report.hint.startswith("every bucket travelled alike on all ranks, so one was changed on its way: between")
+
+
+class InAThread(Buckets):
+    """Right, and asynchronous, but nobody can count it."""
+
+    def start(self, i):
+        self.flats[i] = self.collect(i)
+        self.works[i] = self.pool.submit(dist.all_reduce, self.flats[i])
+        self.works[i].wait = self.works[i].result
+
+    def watch(self):
+        self.pool = ThreadPoolExecutor(1)
+        super().watch()
+
+
+class BareBackend(Buckets):
+    def start(self, i):
+        self.flats[i] = self.collect(i)
+        self.works[i] = dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([self.flats[i]])
+
+
+@pytest.mark.parametrize("kind", [InAThread, BareBackend])
+def test_what_cannot_be_seen_is_not_taken_for_nothing(kind):
+    report = refused(DURING, answer(kind))
+    assert "the gradients are right, but only 0 bytes of their 316 could be seen" in report.headline
+    assert "call collectives from the thread that calls you" in report.headline
+    assert "async_op=True needs no thread" in report.hint
 
 
 # ---------------------------------------------------------------- buckets: ranks that part ways, and no answers
@@ -585,6 +718,16 @@ def finish_with_an_argument(model, bucket_bytes):
     return lambda step: None
 
 
+def takes_a_layer_away(model, bucket_bytes):
+    made = Buckets(model, bucket_bytes)
+
+    def finish():
+        made.finish()
+        del model.layers[3]
+
+    return finish
+
+
 def changes_values(model, bucket_bytes):
     made = Buckets(model, bucket_bytes)
 
@@ -606,6 +749,7 @@ def changes_values(model, bucket_bytes):
         (returns_the_call, "rank 0 returned a list, expected a function"),
         (finish_with_an_argument, "TypeError"),
         (changes_values, "have changed on rank 0: only gradients should"),
+        (takes_a_layer_away, "model.parameters() has changed on rank 0 (layers.3.bias and layers.3.weight): only"),
         (None, "of type NoneType, not a function"),
         (lambda model: None, "is called as average_during_backward(model, bucket_bytes)"),
     ],
@@ -621,8 +765,10 @@ def test_the_drawn_cases_hold_what_they_are_for():
         sizes = case.trained.values()
         assert max(sizes) > case.bucket_bytes and 3 <= len(case.buckets()) <= len(sizes) - 3
         case = bucketed.special(seed)
-        assert {"unused", "layers.0.weight"} <= set(case.buckets()[-1])
-        assert {name for name, g in case.gradients(1, [0]).items() if g is None} == {"unused", "layers.1.weight"}
+        assert {"unused", "layers.0.weight"} <= set(case.buckets()[-1]) and case.buckets()[-2] == ["layers.0.unused"]
+        without = {name for name, g in case.gradients(1, [0]).items() if g is None}
+        assert without == {"unused", "layers.0.unused", "layers.1.weight"}
+        assert case.left_to_finish() == 2 <= len(case.buckets()) - 2
 
 
 # ---------------------------------------------------------------- tokens: right answers
@@ -700,7 +846,38 @@ def means_that_are_weighed(model, microbatches):
             (loss * n / counts.sum()).backward()
 
 
-@pytest.mark.parametrize("fn", [scaled_loss, scaled_in_the_end, one_flat_tensor, means_that_are_weighed])
+def its_own_hook(model, microbatches):
+    """A communication hook, registered in the first call, that adds up; losses are kept for the log, detached."""
+    if not hasattr(model, "summed"):
+        model.register_comm_hook(None, _sum)
+        model.summed = True
+    weight, log = 1 / over_ranks(tokens_in(microbatches)), []
+
+    def logged(*each):
+        loss = weight * sum_of(*each)
+        log.append(loss.detach())
+        return loss
+
+    under_no_sync(model, microbatches, logged)
+
+
+def _sum(state, bucket):
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def evaluates_first(model, microbatches):
+    """Forward without a graph, of all at once, is nobody's business; a graph that is thrown away isn't alive."""
+    with torch.no_grad():
+        model.module(torch.cat([inputs.flatten() for inputs, _ in microbatches]))
+    for inputs, _ in microbatches:
+        model.module(inputs)
+    scaled_loss(model, microbatches)
+
+
+RIGHT = [scaled_loss, scaled_in_the_end, one_flat_tensor, means_that_are_weighed, its_own_hook, evaluates_first]
+
+
+@pytest.mark.parametrize("fn", RIGHT)
 def test_a_right_mean_of_several_styles_passes(fn):
     def accumulate_gradients(model, microbatches):
         fn(model, microbatches)
@@ -713,7 +890,8 @@ def test_a_single_rank_has_a_mean_too():
     def accumulate_gradients(model, microbatches):
         scaled_loss(model, microbatches)
 
-    assert examine(ACCUMULATE, accumulate_gradients, world_sizes=(1,)).passed
+    report = examine(ACCUMULATE, accumulate_gradients, world_sizes=(1,))
+    assert report.passed and "is right on 1 rank: " in report.headline
 
 
 # ---------------------------------------------------------------- tokens: wrong answers
@@ -877,6 +1055,18 @@ def test_the_second_call_meets_what_the_first_has_left():
     assert "in a second call, after a right first one: partial" in report.headline
 
 
+def counts_in_the_first_call(model, microbatches):
+    if not hasattr(model, "total"):
+        model.total = over_ranks(tokens_in(microbatches))
+    scaled_loss(model, microbatches, dist.get_world_size() / model.total)
+
+
+def test_the_second_call_has_other_tokens():
+    report = refused(ACCUMULATE, counts_in_the_first_call)
+    assert "in a second call, after a right first one: scaled by " in report.headline
+    assert "count them anew in every call" in report.hint
+
+
 # ---------------------------------------------------------------- tokens: right gradients that took too much
 
 
@@ -924,6 +1114,60 @@ def test_a_right_mean_that_took_too_much_is_told_what_is_enough(fn, says, hint):
     assert "the gradients are right, but it takes " in report.headline and says in report.headline
     assert hint in report.hint
     assert any("line " in row.cells[-1] for row in report.rows if not row.ok)
+
+
+def counts_by_broadcast(model, microbatches):
+    total = 0
+    for rank in range(dist.get_world_size()):
+        number = torch.tensor(float(tokens_in(microbatches)))
+        dist.broadcast(number, rank)
+        total += number.item()
+    scaled_loss(model, microbatches, dist.get_world_size() / total)
+
+
+def test_what_ddp_tells_the_ranks_is_free_and_what_the_learner_does_is_not():
+    """With two synchronised backwards DDP has two broadcasts of its own."""
+    report = refused(ACCUMULATE, counts_by_broadcast)
+    assert "it takes 2 broadcasts of a few bytes, where one for the number of tokens is enough" in report.headline
+    report = refused(ACCUMULATE, synchronises_all)
+    assert {row.cells[1] for row in report.rows} == {"all_reduce"}
+
+
+def one_backward_of_all(model, microbatches):
+    weight = dist.get_world_size() / over_ranks(tokens_in(microbatches))
+    last = len(microbatches) - 1
+    losses = [sum_of(model if i == last else model.module, *each) for i, each in enumerate(microbatches)]
+    (weight * sum(losses)).backward()
+
+
+def one_large_batch(model, microbatches):
+    weight = dist.get_world_size() / over_ranks(tokens_in(microbatches))
+    longest = max(inputs.shape[1] for inputs, _ in microbatches)
+    inputs = torch.cat([F.pad(one, (0, longest - one.shape[1])) for one, _ in microbatches])
+    targets = torch.cat([F.pad(one, (0, longest - one.shape[1]), value=-100) for _, one in microbatches])
+    (weight * sum_of(model, inputs, targets)).backward()
+
+
+@pytest.mark.parametrize(
+    ("fn", "says", "hint"),
+    [
+        (one_backward_of_all, "the graphs of 3 micro-batches are alive at a time, where one fits", "before the next"),
+        (one_large_batch, "a forward takes 48 tokens on rank 0, where its largest micro-batch has 16", "doesn't fit"),
+    ],
+)
+def test_micro_batches_must_come_one_at_a_time(fn, says, hint):
+    report = refused(ACCUMULATE, fn)
+    assert "the gradients are right, but " + says in report.headline and hint in report.hint
+
+
+def in_a_thread(model, microbatches):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(by_hand, model, microbatches).result()
+
+
+def test_what_a_thread_sends_is_not_taken_for_nothing():
+    report = refused(ACCUMULATE, in_a_thread)
+    assert "the gradients are right, but only 0 bytes of their 740 could be seen" in report.headline
 
 
 def steps_too(model, microbatches):

@@ -7,9 +7,11 @@ What is enough: ZeRO-2 sends 2 (N-1) Ψ bytes in a step and keeps a share of gra
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -185,13 +187,114 @@ def as_a_function(model, lr, eps):
     return ByMessages(model, lr, eps)
 
 
+class GathersAtOnce(Sliced):
+    """All all-gathers are started before the first is waited for, and one is asked until it is done."""
+
+    def step(self):
+        self.adam.step()
+        self.adam.zero_grad()
+        jobs = []
+        for p, own in self.slices.items():
+            whole = torch.empty(len(own) * self.n)
+            jobs.append((p, whole, dist.all_gather_single(whole, own.detach(), async_op=True)))
+        while not jobs[0][2].is_completed():
+            pass
+        for p, whole, work in jobs:
+            work.wait()
+            p.data.copy_(whole[: p.numel()].view_as(p))
+
+
+class ManyBroadcasts(Sliced):
+    """Each slice goes out by itself, all at once: more collectives under way than emulated links keep in mind."""
+
+    def step(self):
+        self.adam.step()
+        self.adam.zero_grad()
+        jobs = []
+        for p, own in self.slices.items():
+            whole = torch.empty(len(own) * self.n)
+            parts = whole.chunk(self.n)
+            parts[self.rank].copy_(own.detach())
+            jobs.append((p, whole, [dist.broadcast(part, r, async_op=True) for r, part in enumerate(parts)]))
+        for p, whole, works in jobs:
+            for work in works:
+                work.wait()
+            p.data.copy_(whole[: p.numel()].view_as(p))
+
+
+class BySubgroup(Sliced):
+    """Collectives on a group of its own, with lists of tensors."""
+
+    def __init__(self, model, lr, eps):
+        self.group = dist.new_group()
+        super().__init__(model, lr, eps)
+
+    def averaged_slice(self, grad):
+        parts = [part.clone() for part in (self.padded(grad) / self.n).chunk(self.n)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=self.group)
+        return own
+
+    def gather(self, p, own):
+        parts = [torch.empty_like(own) for _ in range(self.n)]
+        dist.all_gather(parts, own, group=self.group)
+        p.data.copy_(torch.cat(parts)[: p.numel()].view_as(p))
+
+
 @pytest.mark.parametrize(
     ("fn", "seed", "sizes"),
-    [(Buckets, 0, (2, 3)), (Buckets, 5, (4,)), (Owners, 7, (3, 4)), (as_a_function, 11, (2, 5))],
+    [
+        (Buckets, 0, (2, 3)),
+        (Buckets, 5, (4,)),
+        (Owners, 7, (3, 4)),
+        (as_a_function, 11, (2, 5)),
+        (GathersAtOnce, 3, (3,)),
+        (ManyBroadcasts, 2, (5,)),
+        (BySubgroup, 1, (2,)),
+    ],
 )
 def test_a_right_zero_2_passes(fn, seed, sizes):
     report = examine("ZeRO2", fn, world_sizes=sizes, seed=seed)
     assert report.passed and "2 (N - 1) Ψ sent" in report.headline, report
+
+
+# ---------------------------------------------------------------- ZeRO-2: right by luck
+
+
+class WaitsForTheLast(Sliced):
+    """All all-gathers are started, and only the last is waited for."""
+
+    def step(self):
+        self.adam.step()
+        self.adam.zero_grad()
+        jobs = []
+        for p, own in self.slices.items():
+            whole = torch.empty(len(own) * self.n)
+            jobs.append((p, whole, dist.all_gather_single(whole, own.detach(), async_op=True)))
+        jobs[-1][2].wait()
+        for p, whole, _ in jobs:
+            p.data.copy_(whole[: p.numel()].view_as(p))
+
+
+class NeverWaits(Sliced):
+    """Reduce-scatters in backward, into buffers that have anything in them."""
+
+    def averaged_slice(self, grad):
+        whole = self.padded(grad) / self.n
+        own = torch.empty(len(whole) // self.n)
+        dist.reduce_scatter_single(own, whole, async_op=True)
+        return own
+
+
+@pytest.mark.parametrize(("fn", "when"), [(WaitsForTheLast, "step"), (NeverWaits, "backward")])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_not_waited_for_is_found_whether_or_not_it_has_arrived(fn, when, seed):
+    report = refused("ZeRO2", fn, world_sizes=(2,), seed=seed)
+    assert "ZeRO2 on 2 ranks: on rank 0 step 1 ends before" in report.headline, report
+    assert "have been waited for" in report.headline and "call its wait()" in report.hint
+    assert when in {row.cells[1] for row in report.rows if not row.ok} and all(
+        "line " in row.cells[3] for row in report.rows
+    )
 
 
 # ---------------------------------------------------------------- ZeRO-2: wrong parameters
@@ -462,6 +565,26 @@ class ZeRO1(Sliced):
         super().step()
 
 
+class EverySecondStep(Sliced):
+    """ZeRO-2 in every second step, and ZeRO-1 in the others."""
+
+    done, odd = 0, 1
+
+    def reduce(self, p):
+        if self.done % 2 != self.odd:
+            super().reduce(p)
+
+    def step(self):
+        for p in self.slices if self.done % 2 == self.odd else ():
+            super().reduce(p)
+        self.done += 1
+        super().step()
+
+
+class TheOtherSteps(EverySecondStep):
+    odd = 0
+
+
 class HiddenInAList(Sliced):
     def __init__(self, model, lr, eps):
         super().__init__(model, lr, eps)
@@ -503,6 +626,8 @@ class LeavesZeros(Sliced):
         (DataParallel, "bytes besides the model, where", "two moments for every parameter are 2 Ψ"),
         (KeepsACopy, "bytes besides the model, where", "a buffer for gathering"),
         (ZeRO1, "whole to the end, which is ZeRO-1", "register_post_accumulate_grad_hook"),
+        (EverySecondStep, "whole to the end, which is ZeRO-1", "register_post_accumulate_grad_hook"),
+        (TheOtherSteps, "whole to the end, which is ZeRO-1", "register_post_accumulate_grad_hook"),
         (HiddenInAList, "whole to the end, which is ZeRO-1", "set p.grad to None before the next comes"),
         (BigBucket, "holds gradients of", "as soon as a bucket is full"),
         (LeavesZeros, "after a step rank 0 still has .grad of embedding, gain", "set p.grad to None"),
@@ -582,6 +707,30 @@ def test_what_is_sent_is_compared_with_what_is_enough(fn, hint):
     assert "are enough: 2 (N - 1) Ψ" in report.headline and hint in report.hint, report
 
 
+class InAThread(AllReduced):
+    def averaged_slice(self, grad):
+        whole = self.padded(grad) / self.n
+        thread = threading.Thread(target=dist.all_reduce, args=(whole,))
+        thread.start()
+        thread.join()
+        return whole.chunk(self.n)[self.rank].clone()
+
+
+class BehindTorchDistributed(AllReduced):
+    def averaged_slice(self, grad):
+        whole = self.padded(grad) / self.n
+        dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([whole]).wait()
+        return whole.chunk(self.n)[self.rank].clone()
+
+
+@pytest.mark.parametrize("fn", [InAThread, BehindTorchDistributed])
+def test_what_cannot_be_counted_is_missed(fn):
+    report = refused("ZeRO2", fn, world_sizes=(2,))
+    assert "the parameters are right, but only" in report.headline, report
+    assert "bytes could be seen in a step, where 2 (N - 1) Ψ = " in report.headline
+    assert "call collectives from the thread that calls you" in report.hint
+
+
 # ---------------------------------------------------------------- ZeRO-2: what is no answer yet
 
 
@@ -615,6 +764,22 @@ def by_fsdp(model, lr, eps):
     return torch.optim.Adam(fully_shard(model).parameters(), lr=lr, eps=eps)
 
 
+class InBfloat16(Sliced):
+    def __init__(self, model, lr, eps):
+        super().__init__(model.bfloat16(), lr, eps)
+
+
+class WritesBfloat16(Sliced):
+    def gather(self, p, own):
+        super().gather(p, own)
+        p.data = p.data.bfloat16()
+
+
+class ReadsTooEarly(Sliced):
+    def averaged_slice(self, grad):
+        return super().averaged_slice(grad) * float("nan")
+
+
 class NotWritten:
     def __init__(self, model, lr, eps):
         raise NotImplementedError("your code goes here, in place of this line")
@@ -644,7 +809,10 @@ class CutsTheModel(Sliced):
         (NoPadding, "raised RuntimeError", "fill up with zeros"),
         (TiedHookedTwice, "raised AttributeError: 'NoneType' object has no attribute 'flatten'", ""),
         (forgets_to_return, "ZeRO2(model, lr, eps) gives a NoneType, which has no step()", ""),
-        (by_fsdp, "are DTensors: fully_shard is not to be used here", "plain tensors"),
+        (by_fsdp, "are DTensors: fully_shard is not to be used here", "plain float32 tensors"),
+        (InBfloat16, "on rank 0 the model's parameters are bfloat16, and they were float32", "plain float32 tensors"),
+        (WritesBfloat16, "parameters are bfloat16, and they were float32", "plain float32 tensors"),
+        (ReadsTooEarly, "after step 1 some parameters are not finite", "before anything has arrived in it"),
         (NotWritten, "not written yet: your code goes here", "which rank updates what"),
         (StepNotWritten, "not written yet: your code goes here", "which rank updates what"),
         (CutsTheModel, "after step 1 the shape of 'embedding' on rank 0 is [", "leaves the parameters whole"),
@@ -658,6 +826,24 @@ def test_what_is_no_answer_is_said_in_a_sentence(fn, says, hint):
 def test_ranks_that_part_ways_are_told_so():
     report = refused("ZeRO2", OneRankWaits, world_sizes=(2,))
     assert "the ranks don't agree in collective" in report.headline and "rank 1 calls barrier" in report.headline
+    assert report.headline.startswith("ZeRO2 on 2 ranks: ")
+
+
+class Fails(Sliced):
+    def step(self):
+        raise ValueError("three")
+
+
+class HangsInStep(Sliced):
+    def step(self):
+        if self.rank:
+            super().step()
+
+
+def test_failures_are_told_with_the_number_of_ranks():
+    assert refused("ZeRO2", Fails, world_sizes=(3,)).headline == "ZeRO2 on 3 ranks: every rank raised ValueError: three"
+    report = refused("ZeRO2", HangsInStep, world_sizes=(2,), timeout=4)
+    assert report.headline.startswith("ZeRO2 on 2 ranks: "), report
 
 
 def test_a_call_that_makes_no_sense_is_refused():
@@ -712,7 +898,25 @@ def with_a_branch(sharded, replicated, max_norm):
     return norm
 
 
-@pytest.mark.parametrize("fn", [by_squares, by_torchs_functions, with_a_branch])
+def as_numpys_number(sharded, replicated, max_norm):
+    return np.float32(by_squares(sharded, replicated, max_norm).item())
+
+
+def in_one_element(sharded, replicated, max_norm):
+    return by_squares(sharded, replicated, max_norm).reshape(1)
+
+
+def in_a_new_list(sharded, replicated, max_norm):
+    norm = total(sharded, replicated)
+    sharded = sharded + replicated
+    sharded += []
+    scale(sharded, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+@pytest.mark.parametrize(
+    "fn", [by_squares, by_torchs_functions, with_a_branch, as_numpys_number, in_one_element, in_a_new_list]
+)
 def test_a_right_clip_passes(fn):
     assert examine("clip", fn, seed=5).passed
 
@@ -909,6 +1113,54 @@ def test_more_than_one_number_is_too_much(fn, says, hint):
     assert hint in report.hint and any("line " in row.cells[2] for row in report.rows)
 
 
+def one_object(sharded, replicated, max_norm):
+    mine = [None] * dist.get_world_size()
+    dist.all_gather_object(mine, float(squares(sharded)))
+    norm = (sum(mine) + squares(replicated)).sqrt()
+    scale([*sharded, *replicated], (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def test_an_object_is_more_than_its_number():
+    report = refused("clip", one_object, world_sizes=(3,))
+    assert "a rank takes part in 2 collectives" in report.headline, report
+    assert "objects are pickled, and their lengths travel first: put the number into a tensor" in report.hint
+
+
+def puts_all_into_one(sharded, replicated, max_norm):
+    norm = total(sharded, replicated)
+    sharded += replicated
+    scale(sharded, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+def empties_the_lists(sharded, replicated, max_norm):
+    norm = by_squares(sharded, replicated, max_norm)
+    sharded.clear()
+    return norm
+
+
+@pytest.mark.parametrize("fn", [puts_all_into_one, empties_the_lists])
+def test_the_lists_are_the_callers(fn):
+    report = refused("clip", fn, world_sizes=(2,))
+    assert "the norm and the gradients are right, but your function has changed the lists" in report.headline, report
+    assert "the caller still needs them" in report.headline and "[*sharded, *replicated]" in report.hint
+
+
+def in_a_thread(sharded, replicated, max_norm):
+    mine = squares(sharded).clone()
+    thread = threading.Thread(target=dist.all_reduce, args=(mine,))
+    thread.start()
+    thread.join()
+    return clipped_with(lambda s, r: (mine + squares(r)).sqrt(), sharded, replicated, max_norm)
+
+
+def test_a_norm_that_nobody_saw_travel_is_refused():
+    report = refused("clip", in_a_thread, world_sizes=(2,))
+    assert "right, but only 0 bytes could be seen" in report.headline, report
+    assert "call collectives from the thread that calls you" in report.hint
+
+
 def loses_what_is_not_finite(sharded, replicated, max_norm):
     norm = total(sharded, replicated)
     if norm.isfinite():
@@ -965,7 +1217,8 @@ def test_what_is_no_norm_is_said_in_a_sentence(fn, says, hint):
 
 def test_a_rank_that_waits_alone_is_named():
     report = refused("clip", only_rank_0, world_sizes=(2,), timeout=4)
-    assert "the ranks hang" in report.headline and "rank 0" in report.detail
+    assert "clip on 2 ranks: the ranks hang where the norm is above max_norm" in report.headline
+    assert "rank 0" in report.detail
 
 
 # ---------------------------------------------------------------- the solution

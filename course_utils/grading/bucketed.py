@@ -24,16 +24,20 @@ Gradients = dict[str, Tensor | None]
 
 
 class Net(nn.Module):
-    """Linear layers, one after the other; paced, or with parameters that are special."""
+    """Linear layers, one after the other; paced, or with parameters that are special.
+
+    Of the special ones two are not used by forward: their buckets, the last two in line, are never complete.
+    """
 
     def __init__(self, case: Case):
         super().__init__()
         if case.kind == "special":
-            self.unused = nn.Parameter(torch.zeros(case.widths[0]))
+            self.unused = nn.Parameter(torch.zeros(case.widths[0]))  # shares the last bucket with what is trained
         layers = [nn.Linear(into, out) for into, out in zip(case.widths, case.widths[1:])]
         if case.kind == "special":
             layers[-1].weight = layers[0].weight
             layers[1].weight.requires_grad_(False)
+            layers[0].unused = nn.Parameter(torch.zeros(case.bucket_bytes // FLOAT + 1))  # has one to itself, before it
         if case.kind == "paced":
             layers = [Paced(layer, 0, PACE, name=f"layer {i}") for i, layer in enumerate(layers)]
         self.layers = nn.ModuleList(layers)
@@ -49,7 +53,14 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how many bytes go into a bucket; `kind` is "plain", "special" or "paced"."""
+    """A model, and how many bytes go into a bucket.
+
+    Attributes:
+        kind: "plain"; "special", with tied, frozen and unused parameters; or "paced", with layers that take their time.
+        widths: features that go into the first layer, and come out of each.
+        bucket_bytes: what a bucket holds at most; a larger tensor has one to itself.
+        seed: of the weights and the samples.
+    """
 
     kind: str
     widths: tuple[int, ...]
@@ -57,6 +68,7 @@ class Case:
     seed: int
 
     def batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """x [BATCH, widths[0]] and the y [BATCH, widths[-1]] that is wanted, of this rank in this step."""
         return tuple(
             drawn(f"{self} {what} {step} {rank}", BATCH, self.widths[place]) for what, place in (("x", 0), ("y", -1))
         )
@@ -77,11 +89,23 @@ class Case:
     @property
     def trained(self) -> dict[str, int]:
         """Name -> bytes of each parameter that asks for a gradient, in the order of `model.parameters()`."""
-        return dict(_trained(self.kind, self.widths))
+        return dict(_trained(self.kind, self.widths, self.bucket_bytes))
 
     def buckets(self) -> list[list[str]]:
         """Filled greedily from the last parameter to the first."""
         return filled(dict(reversed(self.trained.items())), self.bucket_bytes)
+
+    def gradients_exist(self) -> int:
+        """Bytes of the gradients that come: what has to travel in a step, at least."""
+        return sum(FLOAT * value.numel() for value in self.gradients(0, [0]).values() if value is not None)
+
+    def left_to_finish(self) -> int:
+        """How many buckets, in line, can't start in backward: the first without one of its gradients, and all behind;
+        one where every gradient comes, for those that don't fill their last bucket."""
+        comes = {name for name, value in self.gradients(0, [0]).items() if value is not None}
+        buckets = self.buckets()
+        complete = [comes.issuperset(bucket) for bucket in buckets]
+        return 1 if all(complete) else len(buckets) - complete.index(False)
 
     def enough(self) -> int:
         """How many all-reduces a step may take: as many as greedy buckets, in the order of `model.parameters()` or of
@@ -102,15 +126,16 @@ class Case:
         """The parameters in their order, for the reader."""
         lines = []
         for name, p in self.twin.named_parameters():
-            what = {"unused": ", not used by forward", "layers.0.weight": f", tied to layers.{len(self.widths) - 2}"}
+            what = dict.fromkeys(("unused", "layers.0.unused"), ", not used by forward")
+            what["layers.0.weight"] = f", tied to layers.{len(self.widths) - 2}"
             more = what.get(name, "") if self.kind == "special" else ""
             lines.append(f"{name} {list(p.shape)}, {FLOAT * p.numel()} bytes{more if p.requires_grad else ', frozen'}")
         return "\n".join([f"bucket_bytes={self.bucket_bytes}; model.named_parameters():", *(f"  {x}" for x in lines)])
 
 
 @lru_cache(maxsize=64)
-def _trained(kind: str, widths: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    model = Net(Case(kind, widths, 0, 0))
+def _trained(kind: str, widths: tuple[int, ...], bucket_bytes: int) -> tuple[tuple[str, int], ...]:
+    model = Net(Case(kind, widths, bucket_bytes, 0))
     return tuple((name, FLOAT * p.numel()) for name, p in model.named_parameters() if p.requires_grad)
 
 
@@ -135,6 +160,7 @@ def filled(sizes: dict[str, int], most: int, overfull: bool = False) -> list[lis
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
+    """The squared distance, summed over the outputs; the mean over the samples."""
     return (y - target).square().sum(1).mean()
 
 
@@ -161,14 +187,17 @@ def plain(seed: int) -> Case:
 
 
 def special(seed: int) -> Case:
-    """With a parameter that is tied, one that is frozen, and one that forward doesn't use, in a bucket with others.
+    """With a parameter that is tied, one that is frozen, and two that forward doesn't use: one in a bucket of its own,
+    and behind it one in a bucket with others.
 
-    >>> special(0).buckets()[-1]
-    ['layers.0.weight', 'unused']
+    >>> special(0).buckets()[-2:]
+    [['layers.0.unused'], ['layers.0.bias', 'layers.0.weight', 'unused']]
     """
     draw = random.Random(f"special {seed}")
     cases = (Case("special", (width,) * 6, most, seed) for width in (4, 5, 6) for most in range(40, 400, 4))
-    return draw.choice([case for case in cases if len(case.buckets()[-1]) > 1 and _some(case)])
+    return draw.choice(
+        [case for case in cases if len(case.buckets()) >= 4 and case.left_to_finish() == 2 and _some(case)]
+    )
 
 
 def _some(case: Case) -> bool:

@@ -7,6 +7,7 @@ square of a norm is a sum, so it may be added up in parts.
 from __future__ import annotations
 
 import math
+import numbers
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_utils.gradients import diagnose
+from course_utils.grading.data_parallel import failed
 from course_utils.grading.judged import Argument, Judged, drawn, each_world
 from course_utils.grading.reports import Report, Row
 from course_utils.traffic import count
-from course_utils.world import RankError, RankTimeout, World
+from course_utils.world import RankError, World
 
 NUMBER = 8  # bytes of one number, at most: a float64
 Shapes = dict[str, tuple[int, ...]]
@@ -99,24 +101,33 @@ def _max_norm(case: Case, whole: dict[str, Tensor]) -> float:
 
 
 def _clip(fn: Callable, case: Case, seed: int, max_norm: float) -> dict:
-    """Runs on a rank: what `fn` returns, what it leaves in the tensors, and what it communicated."""
+    """Runs on a rank: what `fn` returns, what it leaves in the tensors and in its lists, and what it communicated.
+
+    Returns:
+        "type" and "shape" of what it returned, and "norm": its value, None if it isn't one number; "left": by name what
+        is in the tensors afterwards; "replaced": whether the lists have other tensors now; "traffic": a `Traffic`.
+    """
     sharded, replicated = _pieces(case, seed, dist.get_rank(), dist.get_world_size())
     lists = list(sharded), list(replicated)
     with count() as traffic:
         returned = fn(*lists, max_norm)
-    norm = returned.detach() if isinstance(returned, Tensor) else returned
     names = [*case.sharded, *case.replicated]
     same = [len(a) == len(b) and all(map(lambda x, y: x is y, a, b)) for a, b in zip(lists, (sharded, replicated))]
     return {
         "type": type(returned).__name__,
-        "norm": float(norm)
-        if isinstance(norm, Tensor) and norm.numel() == 1 or isinstance(norm, float | int)
-        else None,
-        "shape": list(norm.shape) if isinstance(norm, Tensor) else [],
+        "norm": _number(returned),
+        "shape": list(returned.shape) if isinstance(returned, Tensor) else [],
         "left": {name: one.detach().clone() for name, one in zip(names, [*sharded, *replicated])},
         "replaced": not all(same),
         "traffic": traffic,
     }
+
+
+def _number(returned) -> float | None:
+    """The one real number that this is, in a tensor or not; None if it isn't one."""
+    if isinstance(returned, Tensor):
+        return float(returned.detach()) if returned.numel() == 1 and not returned.is_complex() else None
+    return float(returned) if isinstance(returned, numbers.Real) else None
 
 
 def _reference(whole: dict[str, Tensor], max_norm: float) -> tuple[float, dict[str, Tensor]]:
@@ -137,21 +148,14 @@ def _on(fn: Callable, world: World, seed: int) -> Report | None:
         max_norm = _max_norm(case, whole)
         try:
             found = world.run(_clip, fn, case, seed, max_norm)
-        except RankTimeout:
-            raise
         except RankError as error:
-            if error.error_type == "NotImplementedError":
-                raise
-            first, *more = str(error).splitlines()
-            hint = (
-                "either list may be empty: then nothing is to be added"
-                if not (case.sharded and case.replicated)
-                else ""
-            )
-            return Report(False, f"{first} (where {case.name})", detail="\n".join(more), hint=hint)
+            empty = not (case.sharded and case.replicated)
+            hint = "either list may be empty: then nothing is to be added" if empty else ""
+            return failed(error, f"where {case.name}", hint)
         wrong = _no_norm(found) or _wrong_norm(case, whole, max_norm, found, seed)
         if not wrong and case.odd is None:
-            wrong = _wrong_gradients(case, whole, max_norm, found, seed) or _too_dear(found)
+            wrong = _wrong_gradients(case, whole, max_norm, found, seed) or _wrong_lists(found)
+            wrong = wrong or _unseen(case, found) or _too_dear(found)
         if wrong:
             headline = f"{wrong.headline} (where {case.name})"
             return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
@@ -330,6 +334,31 @@ def _named(case: Case, pieces: tuple[list[Tensor], list[Tensor]]) -> dict[str, T
     return dict(zip([*case.sharded, *case.replicated], [*pieces[0], *pieces[1]]))
 
 
+def _wrong_lists(found: list[dict]) -> Report | None:
+    if not any(one["replaced"] for one in found):
+        return None
+    return Report(
+        False,
+        "the norm and the gradients are right, but your function has changed the lists that it was given: the caller "
+        "still needs them",
+        hint="sharded += replicated and sharded.clear() work on the caller's own list: [*sharded, *replicated] is a "
+        "new one",
+    )
+
+
+def _unseen(case: Case, found: list[dict]) -> Report | None:
+    """Right on several ranks, and yet some rank seems to have sent nothing."""
+    seen = min(sum(row.size for row in one["traffic"]) for one in found)
+    if seen or not case.sharded or len(found) == 1:
+        return None
+    return Report(
+        False,
+        "the norm and the gradients are right, but only 0 bytes could be seen, where one number has to travel",
+        hint="call collectives from the thread that calls you, by the functions of torch.distributed: what goes "
+        "another way is not counted",
+    )
+
+
 def _too_dear(found: list[dict]) -> Report | None:
     """More than one number from each rank."""
     ranks = len(found)
@@ -347,6 +376,8 @@ def _too_dear(found: list[dict]) -> Report | None:
     hint = "add up on each rank first, and let one number travel for all tensors together"
     if not all(map(fits, sent)):
         hint = "tensors travel, or a number for each of them: the square of a shard's norm is all that the others need"
+    if len(sent) == 2 and all(row.operation == "all_gather" and row.line == sent[0].line for row in sent):
+        hint = "objects are pickled, and their lengths travel first: put the number into a tensor"
     headline = f"norm and gradients are right, but {say}, where one all-reduce of one number is enough"
     return Report(False, headline, ("", "bytes", "called from"), rows, hint=hint)
 

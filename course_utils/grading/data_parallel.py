@@ -1,4 +1,9 @@
-"""What the two exercises of notebook 03 share: the tables of their reports, and the report on ranks that failed."""
+"""What the two exercises of notebook 03 share: tables and words of their reports.
+
+`gradient_table` and `traffic_table` are tables; `within`, `on_ranks` and `operations` are for headlines. Reports are
+`failed`, on ranks that raised or hang; `unseen`, on right gradients for which too little was counted; and `resized`, on
+a model that has other parameters than before.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +60,39 @@ def operations(rows: Sequence) -> str:
     """
     names = [row.operation.replace("_", "-") for row in rows]
     return enumerated(times(names.count(name), name) for name in dict.fromkeys(names))
+
+
+def on_ranks(world_sizes: Sequence[int]) -> str:
+    """
+    >>> on_ranks([2, 3]), on_ranks([1])
+    ('2 and 3 ranks', '1 rank')
+    """
+    return f"{enumerated(world_sizes)} rank{'' if list(world_sizes) == [1] else 's'}"
+
+
+def unseen(found: list[dict], needed: int) -> Report | None:
+    """Right gradients that some rank can't have communicated by what was counted: it called where nobody counts."""
+    seen = [sum(row.size for row in one["traffic"]) for one in found]
+    rank = seen.index(min(seen))
+    if len(found) == 1 or seen[rank] >= needed:
+        return None
+    return Report(
+        False,
+        f"the gradients are right, but only {times(seen[rank], 'byte')} of their {needed} could be seen: call "
+        "collectives from the thread that calls you",
+        *traffic_table(rank, found[rank]["traffic"]),
+        hint="what another thread calls isn't counted, nor what goes round torch.distributed's functions; "
+        "async_op=True needs no thread",
+    )
+
+
+def resized(found: list[dict]) -> Report | None:
+    """Parameters that have come or gone."""
+    for rank, one in enumerate(found):
+        if one["resized"]:
+            names = enumerated(one["resized"])
+            return Report(False, f"model.parameters() has changed on rank {rank} ({names}): only gradients should")
+    return None
 
 
 ALIKE = "all ranks must call the same collectives, on tensors of the same sizes, in the same order"

@@ -2,8 +2,8 @@
 
 Judged on live ranks by their gradients against a single process with the whole batch, in three steps; by `Traffic`:
 how many all-reduces of how many bytes, and whether they start in backward; and, on links that are slower than the whole
-backward, by the order of events in the `Timeline`: an order, not a number of seconds, so that a busy machine doesn't
-matter. Buckets, and why: Li et al., "PyTorch Distributed" (2020), section 3.2.
+backward, by the order of events in the second step's `Timeline`: an order, not a number of seconds, so that a busy
+machine doesn't matter. Buckets, and why: Li et al., "PyTorch Distributed" (2020), section 3.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from torch import Tensor
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
 from course_utils.grading.bucketed import Case, Net, loss, paced, plain, special
-from course_utils.grading.data_parallel import Table, failed, gradient_table, operations, traffic_table, within
+from course_utils.grading.data_parallel import (
+    Table,
+    failed,
+    gradient_table,
+    on_ranks,
+    operations,
+    resized,
+    traffic_table,
+    unseen,
+    within,
+)
 from course_utils.grading.judged import Argument, Judged, enumerated, times
 from course_utils.grading.reports import Report, Row
 from course_utils.links import Link
@@ -47,7 +57,7 @@ def _begin(fn, case: Case) -> str:
 
 def _step(number: int) -> dict:
     """Forward, backward and `finish`: the gradients, what was sent, and when."""
-    case, model, rank = _held["case"], _held["model"], dist.get_rank()
+    case, model, given, rank = _held["case"], _held["model"], _held["given"], dist.get_rank()
     model.zero_grad(set_to_none=True)
     x, y = case.batch(number, rank)
     with count() as traffic, recording() as recorder:
@@ -62,7 +72,8 @@ def _step(number: int) -> dict:
     values = {name: p.detach() for name, p in model.named_parameters()}
     return {
         "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
-        "changed": [name for name, value in values.items() if not torch.equal(value, _held["given"][name])],
+        "resized": sorted(values.keys() ^ given.keys()),
+        "changed": [name for name in values if name in given and not torch.equal(values[name], given[name])],
         "traffic": traffic,
         "timeline": timeline,
         "arrived": len(arrived),
@@ -106,11 +117,14 @@ _ALIKE = (
     "all ranks must start the same buckets in the same order: fill them by the order of model.parameters(), not by "
     "that of a set, of a hash, or of one rank's own; and finish() must start those that aren't complete"
 )
+_ON_ITS_WAY = "between all_reduce(async_op=True) and wait() the tensor isn't yours: don't divide it, nor fill it again"
 
 
 def _wrong(case: Case, number: int, found: list[dict]) -> Report | None:
     """A step after which the gradients are not what a single process has."""
     where = "" if number == 1 else f" in step {number}, after a right first one"
+    if any(one["resized"] for one in found):
+        return resized(found)
     for rank, one in enumerate(found):
         if one["changed"]:
             return Report(
@@ -165,6 +179,7 @@ def _hint(case: Case, number: int, found: list[dict], diagnosis: Diagnosis) -> s
     kinds = {disease for verdict in diagnosis.sick for disease in verdict.diseases}
     sick = {verdict.name for verdict in diagnosis.sick}
     own = _own(case, number, found)
+    alike = len({tuple((row.operation, row.size) for row in one["traffic"]) for one in found}) == 1
     sent = min(sum(row.size for row in one["traffic"]) for one in found)
     if not sent:
         return _AGAIN if number > 1 else "every rank still has its own gradients: nothing was sent"
@@ -182,7 +197,8 @@ def _hint(case: Case, number: int, found: list[dict], diagnosis: Diagnosis) -> s
         return (
             "no gradient comes for a parameter that forward doesn't use: its place in the bucket must be zero, or None"
         )
-    if own and sent < sum(case.trained[name] for name, value in case.gradients(1, [0]).items() if value is not None):
+    unsent = sum(case.trained.values()) - sent
+    if own and (sent < case.gradients_exist() or sum(case.trained[name] for name in own) <= unsent):
         if number > 1:
             return f"some gradients have not been sent. {_AGAIN}"
         return (
@@ -198,15 +214,19 @@ def _hint(case: Case, number: int, found: list[dict], diagnosis: Diagnosis) -> s
         return "all-reduce adds up; the mean is the sum divided by the number of ranks"
     if Disease.MISSING in kinds:
         return "what the optimizer reads is p.grad: the mean has to stand there when finish() returns"
-    if Disease.SCALED in kinds:
+    if kinds == {Disease.SCALED}:
         return "how often is each gradient divided, and how often is it reduced? once is enough"
     if Disease.RANKS_DISAGREE in kinds:
-        return _ALIKE
+        return (
+            f"every bucket travelled alike on all ranks, so one was changed on its way: {_ON_ITS_WAY}"
+            if alike
+            else _ALIKE
+        )
     if number > 1:
         return _AGAIN
     return (
         "all ranks hold the same wrong numbers: does each gradient get its own place in the bucket, and come back from "
-        "there? is it complete when it is put in?"
+        f"there? is it complete when it is put in? and {_ON_ITS_WAY}"
     )
 
 
@@ -229,7 +249,7 @@ def _own(case: Case, number: int, found: list[dict]) -> set[str]:
 def _dear(case: Case, found: list[dict]) -> Report | None:
     """Right gradients, with more communication than is needed, in larger pieces, or later."""
     most = case.enough()
-    rank = max(range(len(found)), key=lambda r: (len(found[r]["traffic"]), sum(x.size for x in found[r]["traffic"])))
+    rank = max(range(len(found)), key=lambda r: _cost(found[r]["traffic"]))
     traffic: Traffic = found[rank]["traffic"]
     rows, sizes, whole = list(traffic), list(case.trained.values()), sum(case.trained.values())
     large = [row for row in rows if row.size > case.bucket_bytes and row.size not in sizes]
@@ -253,7 +273,7 @@ def _dear(case: Case, found: list[dict]) -> Report | None:
         hint = "let gradients wait for each other in a bucket, and start it when the next one doesn't fit any more"
         if {row.operation for row in rows} != {"all_reduce"}:
             hint = "nothing is needed but an all-reduce for each bucket"
-    elif len(outside) > 1:
+    elif len(outside) > case.left_to_finish():
         started = len(rows) - len(outside)
         say = f"only {started} of {times(len(rows), 'all-reduce')} start during backward" if started else ""
         say = say or "no all-reduce starts during backward"
@@ -264,8 +284,8 @@ def _dear(case: Case, found: list[dict]) -> Report | None:
         )
         if case.kind == "special":
             hint = (
-                "a gradient that never comes holds up its own bucket, and should hold up no other: a frozen parameter "
-                "is in none, and backward begins at the last parameter, so the first bucket does, too"
+                "a gradient that never comes holds up its own bucket and those behind it, but none before it: a frozen "
+                "parameter is in none, and backward begins at the last parameter, so the first bucket does, too"
             )
     else:
         return None
@@ -278,68 +298,90 @@ def _dear(case: Case, found: list[dict]) -> Report | None:
     )
 
 
+def _cost(traffic: Traffic) -> tuple[int, ...]:
+    """Calls, bytes, and calls outside backward."""
+    return len(traffic), sum(row.size for row in traffic), sum(not row.backward for row in traffic)
+
+
 # ---------------------------------------------------------------- does backward go on?
 
 
 def _stands_still(fn, world_size: int, seed: int, timeout: float) -> Report | None:
-    """On a link on which one bucket takes longer than all of backward: does backward go on while it travels?"""
+    """On a link on which one bucket takes longer than all of backward: does it go on, on every rank, in a second step?
+
+    A rank that went on in one of the tries can do it; on a busy machine another may have missed its moment.
+    """
     if world_size == 1:
         return None
     link = Link(TRAVEL / (2 * (world_size - 1)), 0)  # seconds per step of the ring
-    wrong = None
+    wrong, still = None, set(range(world_size))
     for _ in range(TRIES):
         with World(world_size, timeout=timeout, device="cpu", links=link) as world:
-            found, wrong = _run(fn, world, paced(seed), steps=1)
-        wrong = wrong or _in_line(found)
+            found, wrong = _run(fn, world, paced(seed), steps=2)
+        if wrong:
+            return wrong
+        wrong = _in_line(found, still)
         if wrong is None:
             return None
-        if not found:
-            return wrong
     return wrong
 
 
-def _in_line(found: list[dict]) -> Report | None:
+def _in_line(found: list[dict], still: set[int]) -> Report | None:
+    """What is wrong with the order of events; the ranks that go on are taken out of those that stand `still`."""
     ranks = [one["timeline"] for one in found]
-    compute = [_events(timeline, "compute", "backward").events for timeline in ranks]
+    compute = [_events(timeline, "compute", "′").events for timeline in ranks]
+    if not all(compute):
+        raise AssertionError("Paced has recorded no backward: what are its events called?")
     travel = [_events(timeline, "communication").events for timeline in ranks]
-    if not all(compute + travel):  # nothing that could be judged
+    if not all(travel):  # nothing that could be judged
         return None
     last = [events[-1] for events in compute]
-    picture = "\n".join(["layers that take their time, on a slow link:", merge(ranks).text(90)])
+    picture = "\n".join(["layers that take their time, on a slow link, in a second step:", merge(ranks).text(90)])
     if all(events[0].start >= end.stop for events, end in zip(travel, last)):
         return Report(
             False,
             "the gradients are right, but the first bucket starts when backward is over",
-            *_order_table(compute[0], travel[0], "started"),
+            *_order_table(0, compute[0], travel[0], "started"),
             detail=picture,
             hint="backward begins at the last layer: so must the first bucket, and a bucket must start without waiting "
             "for those of earlier layers. reversed(list(model.parameters()))",
         )
-    if any(end.start < events[0].stop for events, end in zip(travel, last)):
+    still -= {rank for rank, end in enumerate(last) if end.start < travel[rank][0].stop}
+    if not still:
         return None
+    rank = min(still)
     return Report(
         False,
-        "the gradients are right, but backward stands still while a bucket travels",
-        *_order_table(compute[0], travel[0], "arrived"),
+        "the gradients are right, but backward stands still while a bucket travels"
+        + ("" if len(still) == len(found) else f", on rank {rank}"),
+        *_order_table(rank, compute[rank], travel[rank], "arrived"),
         detail=picture,
         hint="whoever waits in a hook keeps the layers before it waiting: start with async_op=True, keep the Work that "
         "it returns, and call wait() in finish()",
     )
 
 
-def _events(timeline: Timeline, kind: str, word: str = "") -> Timeline:
-    """In order of start; without messages from one rank to another."""
-    return timeline.only(lambda e: e.kind == kind and word in e.name and not e.name.startswith("send"))
+def _events(timeline: Timeline, kind: str, end: str = "") -> Timeline:
+    """In order of start; without messages from one rank to another. The name of a backward ends in a prime."""
+    return timeline.only(lambda e: e.kind == kind and e.name.endswith(end) and not e.name.startswith("send"))
 
 
-def _order_table(compute: Sequence, travel: Sequence, verb: str) -> Table:
-    """On rank 0: how many buckets have started, or arrived, when each layer's backward starts."""
+def _order_table(rank: int, compute: Sequence, travel: Sequence, verb: str) -> Table:
+    """How many buckets have started, or arrived, when each layer's backward starts."""
     rows = []
     for place, event in enumerate(compute):
         number = sum((bucket.stop if verb == "arrived" else bucket.start) <= event.start for bucket in travel)
         ok = number == 0 if verb == "arrived" else number > 0 or place == 0
-        rows.append(Row(ok, (event.name, f"{times(number, 'bucket')} {'has' if number == 1 else 'have'} {verb}")))
-    return ("", "when it starts, on rank 0"), tuple(rows)
+        rows.append(
+            Row(
+                ok,
+                (
+                    f"{event.name.removesuffix('′')}, backward",
+                    f"{times(number, 'bucket')} {'has' if number == 1 else 'have'} {verb}",
+                ),
+            )
+        )
+    return ("", f"when it starts, on rank {rank}"), tuple(rows)
 
 
 # ---------------------------------------------------------------- the exercise
@@ -354,7 +396,7 @@ def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float
             return within(f"{NAME} on {times(world_size, 'rank')}", wrong)
     return Report(
         True,
-        f"{NAME} is right on {enumerated(world_sizes)} ranks: the mean of the gradients after every step, in full "
+        f"{NAME} is right on {on_ranks(world_sizes)}: the mean of the gradients after every step, in full "
         "buckets, and backward goes on while they travel",
     )
 
@@ -365,12 +407,12 @@ def _on(fn: Callable, world_size: int, seed: int, timeout: float) -> Report | No
         if wrong:
             return wrong
         wrong = _on_case(fn, world, special(seed))
-        return wrong and within("a model with a tied weight, a frozen one and one that forward doesn't use", wrong)
+        return wrong and within("a model with a tied weight, a frozen one and two that forward doesn't use", wrong)
 
 
 def _on_case(fn, world: World, case: Case) -> Report | None:
     found, wrong = _run(fn, world, case, STEPS)
-    return wrong or _dear(case, found)
+    return wrong or unseen(found, case.gradients_exist()) or _dear(case, found)
 
 
 DURING_BACKWARD = Judged(

@@ -2,23 +2,36 @@
 
 Right is the gradient of one mean over all tokens of all ranks and micro-batches that are not ignored. Every plausible
 wrong answer weighs the micro-batches in another way (`token_weights`): the one whose gradients it equals is what its
-hint is about. What is communicated is counted: each gradient once, and one number.
+hint is about. What is communicated is counted: each gradient once, and one number; and hooks see whether the
+micro-batches come one at a time. The second call of each case has other numbers of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
-from course_utils.grading.data_parallel import failed, gradient_table, operations, traffic_table, within
-from course_utils.grading.judged import FLOAT, Argument, Judged, enumerated, times
+from course_utils.grading.data_parallel import (
+    failed,
+    gradient_table,
+    on_ranks,
+    operations,
+    resized,
+    traffic_table,
+    unseen,
+    within,
+)
+from course_utils.grading.judged import FLOAT, Argument, Judged, times
 from course_utils.grading.reports import Report
-from course_utils.grading.token_weights import Case, cases, model_of, reference, slip
-from course_utils.traffic import count
+from course_utils.grading.token_weights import Case, calls, model_of, reference, slip
+from course_utils.traffic import Traffic, count
 from course_utils.world import RankError, World
 
 NUMBER = 8  # bytes of a count on each rank, at most
@@ -29,21 +42,77 @@ _held: dict = {}  # between the calls: the model, wrapped
 
 
 def _accumulate(fn, case: Case, again: bool) -> dict:
-    """Call `fn` on this rank's micro-batches; the second time with the model that the first has left."""
+    """Call `fn` on this rank's micro-batches; the second time with the model that the first has left.
+
+    Not in its traffic: what DDP itself communicates between the call of it and that of the module in it, when it tells
+    the ranks how it has made its buckets.
+    """
     rank = dist.get_rank()
     if not again:
-        _held["model"] = DistributedDataParallel(model_of(case.seed))
+        _held["model"] = DistributedDataParallel(model_of(case.weights))
     model = _held["model"]
     model.zero_grad(set_to_none=True)
     given = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-    with count() as traffic:
-        fn(model, [case.batch(rank, which) for which in range(case.microbatches)])
+    microbatches = [case.batch(rank, which) for which in range(case.microbatches)]
+    with count() as traffic, _watched(model, traffic) as seen:
+        fn(model, list(microbatches))
     parameters = dict(model.module.named_parameters())
     return {
         "gradients": {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()},
-        "changed": [name for name, p in parameters.items() if not torch.equal(p.detach(), given[name])],
-        "traffic": traffic,
+        "resized": sorted(parameters.keys() ^ given.keys()),
+        "changed": [name for name in parameters if name in given and not torch.equal(parameters[name], given[name])],
+        "traffic": Traffic(tuple(row for i, row in enumerate(traffic) if i not in seen.own)),
+        "graphs": seen.graphs,
+        "tokens": seen.tokens,
+        "largest": max(inputs.numel() for inputs, _ in microbatches),
     }
+
+
+class _Graph:
+    """Lives in the first node of a graph, and as long as it; `done` once backward has come through."""
+
+    done = False
+
+
+@dataclass
+class _Seen:
+    """What hooks see: the rows that are DDP's own; how many graphs were alive at a time, and tokens in a forward."""
+
+    own: set[int] = field(default_factory=set)
+    graphs: int = 0
+    tokens: int = 0
+
+
+@contextmanager
+def _watched(model: DistributedDataParallel, traffic: Traffic) -> Iterator[_Seen]:
+    seen, alive, before = _Seen(), [], []
+
+    def wrapper_called(*_):
+        before[:] = [len(traffic)]
+
+    def module_called(*_):
+        seen.own.update(range(before.pop(), len(traffic)) if before else ())
+
+    def module_returns(_, given, out):
+        if not out.requires_grad:
+            return
+        graph = out.grad_fn.metadata["graph"] = _Graph()
+        ref = weakref.ref(graph)
+        out.register_hook(lambda _: setattr(ref(), "done", True))
+        alive.append(ref)
+        seen.graphs = max(seen.graphs, sum(one() is not None and not one().done for one in alive))
+        seen.tokens = max(seen.tokens, out[..., 0].numel())
+
+    hooks = [
+        model.register_forward_pre_hook(wrapper_called),
+        model.module.register_forward_pre_hook(module_called),
+        model.module.register_forward_hook(module_returns),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 # ---------------------------------------------------------------- what came out
@@ -59,6 +128,8 @@ def _on_case(fn, world: World, case: Case, again: bool) -> Report | None:
         if empty or any(not all(counts) for counts in case.counts):
             alike += "; a rank that has nothing to learn from a micro-batch takes part with a loss of 0"
         return failed(error, (where or " in the first call").strip(), hint="", alike=alike)
+    if any(one["resized"] for one in found):
+        return resized(found)
     for rank, one in enumerate(found):
         if one["changed"]:
             name = one["changed"][0]
@@ -72,16 +143,43 @@ def _on_case(fn, world: World, case: Case, again: bool) -> Report | None:
             f"the gradients are not those of the mean over all tokens{where}{say}",
             *gradient_table(diagnosis),
             detail=case.table,
-            hint=_hint(case, found, diagnosis),
+            hint=_hint(case, found, diagnosis, again),
         )
-    return None if again else _dear(case, found)
+    return None if again else _at_once(case, found) or unseen(found, _whole(case)) or _dear(case, found)
 
 
-def _hint(case: Case, found: list[dict], diagnosis: Diagnosis) -> str:
+def _whole(case: Case) -> int:
+    return FLOAT * sum(p.numel() for p in model_of(case.weights).parameters())
+
+
+def _at_once(case: Case, found: list[dict]) -> Report | None:
+    """Right gradients of a batch that doesn't fit: several graphs at a time, or one of several micro-batches."""
+    graphs = max(one["graphs"] for one in found)
+    if graphs > 1:
+        return Report(
+            False,
+            f"the gradients are right, but the graphs of {graphs} micro-batches are alive at a time, where one fits",
+            detail=case.table,
+            hint="backward frees the graph that forward has built: call it for each micro-batch before the next one's "
+            "forward; the gradients add up in p.grad",
+        )
+    for rank, one in enumerate(found):
+        if one["tokens"] > one["largest"]:
+            return Report(
+                False,
+                f"the gradients are right, but a forward takes {one['tokens']} tokens on rank {rank}, where its "
+                f"largest micro-batch has {one['largest']}",
+                detail=case.table,
+                hint="a batch comes in micro-batches because it doesn't fit: a forward and a backward for each",
+            )
+    return None
+
+
+def _hint(case: Case, found: list[dict], diagnosis: Diagnosis, again: bool) -> str:
     kinds = {disease for verdict in diagnosis.sick for disease in verdict.diseases}
     per_rank = [one["gradients"] for one in found]
     missing = all(value is None for one in per_rank for value in one.values())
-    synchronised = [row for row in found[0]["traffic"].only(_own) if not _small(row)]
+    synchronised = [row for row in found[0]["traffic"] if not _small(row)]
     if missing:
         return "no gradient has come: every micro-batch needs its backward"
     if Disease.NOT_FINITE in kinds:
@@ -102,6 +200,8 @@ def _hint(case: Case, found: list[dict], diagnosis: Diagnosis) -> str:
             "something is added on each rank after the ranks have averaged: the backward that synchronises must be the "
             "last, and all others under no_sync()"
         )
+    if Disease.SCALED in kinds and again:
+        return "the second call has other micro-batches, with another number of tokens: count them anew in every call"
     if Disease.SCALED in kinds:
         return "all tokens have the same weight, but not 1 over their number: what else is multiplied or divided?"
     return (
@@ -115,20 +215,15 @@ def _small(row) -> bool:
     return row.size <= NUMBER * (len(row.group) if row.operation == "all_gather" else 1)
 
 
-def _own(row) -> bool:
-    """Whether it is the learner's, or of gradients: now and then DDP also tells the ranks how its buckets are made."""
-    return row.operation != "broadcast" or row.size > 128
-
-
 def _dear(case: Case, found: list[dict]) -> Report | None:
     """Right gradients that were synchronised more often than once, or with more small messages than one."""
     rank = max(
         range(len(found)), key=lambda r: (sum(row.size for row in found[r]["traffic"]), len(found[r]["traffic"]))
     )
-    traffic = found[rank]["traffic"].only(_own)
+    traffic: Traffic = found[rank]["traffic"]
     small = [row for row in traffic if _small(row)]
     large = [row for row in traffic if not _small(row)]
-    whole = FLOAT * sum(p.numel() for p in model_of(case.seed).parameters())
+    whole = _whole(case)
     by_hand = [row for row in large if not row.backward]
     if len(large) > 1:
         say, wrong = f"{operations(large)} of gradients, where one is enough", large
@@ -169,14 +264,15 @@ NAME = "accumulate_gradients"
 def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float) -> Report:
     for world_size in world_sizes:
         with World(world_size, timeout=timeout, device="cpu") as world:
-            for case in cases(world_size, seed):
-                wrong = _on_case(fn, world, case, False) or _on_case(fn, world, case, True)
-                if wrong:
-                    wrong = within(case.what, wrong) if case.what else wrong
-                    return within(f"{NAME} on {times(world_size, 'rank')}", wrong)
+            for both in calls(world_size, seed):
+                for again, case in enumerate(both):
+                    wrong = _on_case(fn, world, case, bool(again))
+                    if wrong:
+                        wrong = within(case.what, wrong) if case.what else wrong
+                        return within(f"{NAME} on {times(world_size, 'rank')}", wrong)
     return Report(
         True,
-        f"{NAME} is right on {enumerated(world_sizes)} ranks: the mean over all tokens, wherever they are, and every "
+        f"{NAME} is right on {on_ranks(world_sizes)}: the mean over all tokens, wherever they are, and every "
         "gradient has travelled once",
     )
 

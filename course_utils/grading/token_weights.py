@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class Case:
     tokens: tuple[int, ...]  # of a sequence, in each micro-batch
     seed: int
     what: str  # in words
+    weights: int  # seed of the model's
 
     @property
     def ranks(self) -> int:
@@ -88,10 +90,24 @@ def cases(world_size: int, seed: int) -> list[Case]:
     single = uneven(1, 10)
     who = "with a micro-batch" if empty is None else f"with a rank ({empty}) and a micro-batch"
     return [
-        Case(first, (6, 8, 7, 6)[:number], seed, ""),
-        Case(tuple(map(tuple, second)), (5, 4, 6, 5)[:number], seed, f"{who} whose targets are all ignored"),
-        Case(single, (6,), seed, "with a single micro-batch"),
+        Case(first, (6, 8, 7, 6)[:number], seed, "", seed),
+        Case(tuple(map(tuple, second)), (5, 4, 6, 5)[:number], seed, f"{who} whose targets are all ignored", seed),
+        Case(single, (6,), seed, "with a single micro-batch", seed),
     ]
+
+
+def calls(world_size: int, seed: int) -> list[tuple[Case, Case]]:
+    """Each of `cases`, and what the same model is given in a second call: another number of tokens in all.
+
+    >>> [(first.counts, second.counts) for first, second in calls(2, 0)][0]
+    (((4, 6, 3), (8, 10, 4)), ((8, 11, 12), (5, 9, 12)))
+    """
+
+    def following(place: int, first: Case) -> Case:
+        others = (cases(world_size, seed + more)[place] for more in count(1))
+        return replace(next(one for one in others if _total(one) != _total(first)), weights=seed)
+
+    return [(first, following(place, first)) for place, first in enumerate(cases(world_size, seed))]
 
 
 def model_of(seed: int) -> nn.Module:
@@ -112,7 +128,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 @lru_cache(maxsize=4)
 def sums_of(case: Case) -> list[list[Gradients]]:
     """The gradients of the summed loss, by rank and micro-batch."""
-    model = model_of(case.seed)
+    model = model_of(case.weights)
 
     def gradients(rank: int, which: int) -> Gradients:
         inputs, targets = case.batch(rank, which)
@@ -125,7 +141,7 @@ def sums_of(case: Case) -> list[list[Gradients]]:
 
 def reference(case: Case) -> Gradients:
     """Of one process with all tokens: the mean over those that are not ignored."""
-    model = model_of(case.seed)
+    model = model_of(case.weights)
     every = [case.batch(rank, which) for rank in range(case.ranks) for which in range(case.microbatches)]
     total = sum(map(sum, case.counts))
     sum(cross_entropy(model(inputs), targets) for inputs, targets in every).div(total).backward()
