@@ -334,4 +334,4 @@ def test_what_is_done_is_no_longer_under_way_though_nobody_has_asked():
 def test_sixty_collectives_may_be_under_way_and_more_are_refused():
     launch(many_at_once, 60, True, world_size=2, links=Link(1e-4, 0))
     with pytest.raises(RankError, match="63 collectives are under way on this group.* wait for some of them"):
-        launch(many_at_once, 80, True, world_size=2, links=Link(1e-2, 0))
+        launch(many_at_once, 80, True, world_size=2, links=Link(1.0, 0), timeout=30)
