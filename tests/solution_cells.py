@@ -1,7 +1,12 @@
-"""What the tests of all exercises share: running the cells of a solution."""
+"""What the tests of exercises share: running the cells of a solution, and the report on an answer that is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from course_utils.grading import CheckFailed, Report, check
 
 SOLUTIONS = Path(__file__).resolve().parent.parent / "solutions"
 
@@ -14,3 +19,12 @@ def run_solution(topic: str, graded: bool = False) -> dict:
         if cell["cell_type"] == "code" and (graded or not cell["metadata"].get("nbgrader", {}).get("grade")):
             exec("".join(cell["source"]), names)
     return names
+
+
+def refused(name: str, fn: Callable, **options) -> Report:
+    """The report on a function that must not pass; it begins with the name of the exercise."""
+    with pytest.raises(CheckFailed) as caught:
+        check(name, fn, **options)
+    report = caught.value.report
+    assert not report.passed and report.headline.startswith(name)
+    return report

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_utils.gradients import Disease, diagnose
-from course_utils.grading.judged import FLOAT, Argument, Judged, drawn, each_world, times
+from course_utils.grading.judged import FLOAT, Argument, Judged, drawn, each_world
 from course_utils.grading.reports import Report, Row
+from course_utils.grading.wording import times
 from course_utils.traffic import Traffic, count
 from course_utils.world import RankTimeout, World
 

@@ -14,6 +14,7 @@ import io
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,8 +31,9 @@ from course_utils.grading import (
     zero,
 )
 from course_utils.grading.exercises import AllReduce, Case, Evidence, Exercise, Input, Sent, Sizes
-from course_utils.grading.judged import Judged, enumerated, ranks
+from course_utils.grading.judged import Judged
 from course_utils.grading.reports import Report, Row
+from course_utils.grading.wording import enumerated, gradient_table, ranks, verdict_table, within
 from course_utils.world import RankError, RankTimeout, World
 from course_utils.world.report import ranks_text
 
@@ -118,7 +120,7 @@ def examine(
         wrong = _on(exercise, fn, world_size, seed, timeout)
         if wrong:
             right_on = f"; on {ranks(*world_sizes[:done])} all is right" if done else ""
-            return Report(False, f"{name} on {ranks(world_size)}: {wrong.headline}{right_on}", *_rest(wrong))
+            return within(f"{name} on {ranks(world_size)}", wrong, right_on)
     return Report(True, f"{name} is right on {ranks(*world_sizes)}: {_praise(exercise)}")
 
 
@@ -127,14 +129,9 @@ def _judged(exercise: Judged, fn, world_sizes: Sequence[int], seed: int, timeout
     try:
         return exercise.examine(fn, world_sizes, seed, timeout)
     except RankError as error:
-        wrong = _failed(exercise, error, timeout)
-        return Report(False, f"{exercise.name}: {wrong.headline}", *_rest(wrong))
+        return within(exercise.name, _failed(exercise, error, timeout))
     except TypeError as error:  # a function that can't be sent to the ranks
         return Report(False, str(error))
-
-
-def _rest(report: Report) -> tuple:
-    return report.columns, report.rows, report.detail, report.hint
 
 
 def _praise(exercise: Exercise) -> str:
@@ -195,7 +192,7 @@ def _on(exercise: Exercise, fn, world_size: int, seed: int, timeout: float) -> R
                     wrong = _on_case(case, fn, world)
                 if wrong:
                     other = ", with other inputs than in the call before" if again else ""
-                    return Report(False, wrong.headline + other, *_rest(wrong))
+                    return replace(wrong, headline=wrong.headline + other)
     except RankError as error:
         return _failed(exercise, error, timeout)
     except TypeError as error:  # a function that can't be sent to the ranks
@@ -250,7 +247,7 @@ def _on_case(case: Case, fn, world: World) -> Report | None:
         return Report(
             False,
             "the result is not what the specification gives",
-            *_table(of_output, ("output",)),
+            *verdict_table(of_output, ("output",)),
             hint=exercise.hint(Evidence("forward", of_output)),
         )
 
@@ -263,7 +260,7 @@ def _on_case(case: Case, fn, world: World) -> Report | None:
         return Report(
             False,
             f"the result is right, {_which(of_gradients)}",
-            *_table(of_gradients, [f"{v.name}.grad" for v in of_gradients]),
+            *gradient_table(of_gradients),
             hint=exercise.hint(Evidence("backward", of_gradients)),
         )
     if any(found["changed"] for found in backward):
@@ -338,16 +335,6 @@ def _in_words(output: Input, sizes: Sizes) -> str:
 def _which(diagnosis: Diagnosis) -> str:
     sick = [f"{verdict.name}.grad" for verdict in diagnosis.sick]
     return f"but {enumerated(sick)} {'is' if len(sick) == 1 else 'are'} not"
-
-
-def _table(diagnosis: Diagnosis, names) -> tuple:
-    rows = []
-    for name, verdict in zip(names, diagnosis, strict=True):
-        everyone = len(verdict.ranks) == diagnosis.world_size
-        where = "all" if everyone else ", ".join(map(str, verdict.ranks))
-        error = "" if verdict.error is None or verdict.healthy else f"{verdict.error:.2g}"
-        rows.append(Row(verdict.healthy, (name, verdict.words, where, error)))
-    return ("", "what it is", "wrong on ranks", "largest error"), tuple(rows)
 
 
 # ---------------------------------------------------------------- what it cost

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_utils.gradients import diagnose
-from course_utils.grading.data_parallel import failed
 from course_utils.grading.judged import Argument, Judged, drawn, each_world
 from course_utils.grading.reports import Report, Row
+from course_utils.grading.wording import failed
 from course_utils.traffic import count
 from course_utils.world import RankError, World
 

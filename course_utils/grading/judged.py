@@ -1,21 +1,21 @@
 """An exercise that is judged in its own way: not by gradients against a single-process twin, but by what it returns.
 
 A wrong answer is compared with what the plausible mistakes would give (`Slip`): the one that it equals is what the hint
-is about. Besides, what such exercises share: numbers that every process draws alike, the round over all numbers of
-ranks, and a few words.
+is about. Besides, what such exercises share: numbers that every process draws alike, and the round over all numbers of
+ranks.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from course_utils.grading.reports import Report
+from course_utils.grading.wording import ranks, within
 from course_utils.world import World
 
 FLOAT = 4  # bytes
@@ -67,46 +67,19 @@ def each_world(
     timeout: float,
     on: Callable[[World, int], Report | None],
     praise: str,
-    links: Any = None,
 ) -> Report:
     """`on(world, seed)` on each number of ranks, twice: the first report of something wrong, or that all is right."""
     for world_size in world_sizes:
-        with World(world_size, timeout=timeout, device="cpu", links=links) as world:
+        with World(world_size, timeout=timeout, device="cpu") as world:
             for again in (False, True):
                 wrong = on(world, seed + again)
                 if wrong:
                     other = ", with other inputs than in the call before" if again else ""
-                    headline = f"{name} on {ranks(world_size)}: {wrong.headline}{other}"
-                    return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
+                    return within(f"{name} on {ranks(world_size)}", wrong, other)
     return Report(True, f"{name} is right on {ranks(*world_sizes)}: {praise}")
-
-
-def ranks(*numbers: int) -> str:
-    """
-    >>> ranks(2, 3, 4), ranks(1)
-    ('2, 3 and 4 ranks', '1 rank')
-    """
-    return f"{enumerated(numbers)} {'rank' if numbers == (1,) else 'ranks'}"
 
 
 def drawn(key: str, *shape: int) -> Tensor:
     """Standard normal float32 that every process draws alike."""
     generator = torch.Generator().manual_seed(random.Random(key).getrandbits(63))
     return torch.randn(shape, generator=generator, device="cpu")
-
-
-def enumerated(things: Iterable) -> str:
-    """
-    >>> enumerated([2, 3, 4]), enumerated([2])
-    ('2, 3 and 4', '2')
-    """
-    *most, last = map(str, things)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def times(number: int, what: str) -> str:
-    """
-    >>> times(1, "bucket"), times(3, "bucket")
-    ('1 bucket', '3 buckets')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -17,19 +17,21 @@ from torch import Tensor
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
 from course_utils.grading.bucketed import Case, Net, loss, paced, plain, special
-from course_utils.grading.data_parallel import (
+from course_utils.grading.judged import Argument, Judged
+from course_utils.grading.reports import Report, Row
+from course_utils.grading.wording import (
     Table,
+    enumerated,
     failed,
     gradient_table,
-    on_ranks,
     operations,
+    ranks,
     resized,
+    times,
     traffic_table,
     unseen,
     within,
 )
-from course_utils.grading.judged import Argument, Judged, enumerated, times
-from course_utils.grading.reports import Report, Row
 from course_utils.links import Link
 from course_utils.timeline import Timeline, merge, recording
 from course_utils.traffic import Traffic, count
@@ -393,10 +395,10 @@ def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float
     for world_size in world_sizes:
         wrong = _on(fn, world_size, seed, timeout)
         if wrong:
-            return within(f"{NAME} on {times(world_size, 'rank')}", wrong)
+            return within(f"{NAME} on {ranks(world_size)}", wrong)
     return Report(
         True,
-        f"{NAME} is right on {on_ranks(world_sizes)}: the mean of the gradients after every step, in full "
+        f"{NAME} is right on {ranks(*world_sizes)}: the mean of the gradients after every step, in full "
         "buckets, and backward goes on while they travel",
     )
 

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_utils.gradients import Diagnosis, Disease, diagnose
-from course_utils.grading.data_parallel import (
+from course_utils.grading.judged import FLOAT, Argument, Judged
+from course_utils.grading.reports import Report
+from course_utils.grading.token_weights import Case, calls, model_of, reference, slip
+from course_utils.grading.wording import (
     failed,
     gradient_table,
-    on_ranks,
     operations,
+    ranks,
     resized,
     traffic_table,
     unseen,
     within,
 )
-from course_utils.grading.judged import FLOAT, Argument, Judged, times
-from course_utils.grading.reports import Report
-from course_utils.grading.token_weights import Case, calls, model_of, reference, slip
 from course_utils.traffic import Traffic, count
 from course_utils.world import RankError, World
 
@@ -269,10 +269,10 @@ def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float
                     wrong = _on_case(fn, world, case, bool(again))
                     if wrong:
                         wrong = within(case.what, wrong) if case.what else wrong
-                        return within(f"{NAME} on {times(world_size, 'rank')}", wrong)
+                        return within(f"{NAME} on {ranks(world_size)}", wrong)
     return Report(
         True,
-        f"{NAME} is right on {on_ranks(world_sizes)}: the mean over all tokens, wherever they are, and every "
+        f"{NAME} is right on {ranks(*world_sizes)}: the mean over all tokens, wherever they are, and every "
         "gradient has travelled once",
     )
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from course_utils.gradients import Diagnosis, Disease, diagnose
-from course_utils.grading.data_parallel import ALIKE
-from course_utils.grading.judged import Argument, Judged, enumerated, times
+from course_utils.gradients import Disease, diagnose
+from course_utils.grading.judged import Argument, Judged
 from course_utils.grading.reports import Report, Row
+from course_utils.grading.wording import ALIKE, ranks, times, verdict_table, within
 from course_utils.grading.zero_steps import (
     FLOAT,
     FROZEN,
@@ -170,21 +170,17 @@ def _wrong_parameters(found: list[dict], sizes: Sizes, seed: int) -> Report | No
                 left = next((name for one in found if step > 1 for name in one["steps"][step - 2]["left"]), "")
                 if left and hint == _GENERAL:
                     hint = f"{left}.grad was still there after the step before, so the next gradient was added to it"
-                return Report(False, f"{when} {say}", *_table(diagnosis), hint=hint)
+                return Report(
+                    False,
+                    f"{when} {say}",
+                    *verdict_table(diagnosis, [verdict.name for verdict in diagnosis], "its change"),
+                    hint=hint,
+                )
     return None
 
 
 def _change(steps: list[dict[str, Tensor]], step: int) -> dict[str, Tensor]:
     return {name: after - steps[step - 1][name] for name, after in steps[step].items() if name != FROZEN}
-
-
-def _table(diagnosis: Diagnosis) -> tuple:
-    rows = []
-    for verdict in diagnosis:
-        where = "all" if len(verdict.ranks) == diagnosis.world_size else ", ".join(map(str, verdict.ranks))
-        error = "" if verdict.error is None or verdict.healthy else f"{verdict.error:.2g}"
-        rows.append(Row(verdict.healthy, (verdict.name, verdict.words, where, error)))
-    return ("", "its change", "wrong on ranks", "largest error"), tuple(rows)
 
 
 def _flat(steps: list[dict[str, Tensor]], step: int) -> Tensor:
@@ -364,10 +360,9 @@ def _examine(fn: Callable, world_sizes: Sequence[int], seed: int, timeout: float
             with World(world_size, timeout=timeout, device="cpu") as world:
                 wrong = _on(fn, world, seed + 1, counted=False)
         if wrong:
-            headline = f"ZeRO2 on {world_size} ranks: {wrong.headline}"
-            return Report(False, headline, wrong.columns, wrong.rows, wrong.detail, wrong.hint)
+            return within(f"ZeRO2 on {ranks(world_size)}", wrong)
     praise = "Adam's parameters after every step, of gradients and moments a share on each rank, and 2 (N - 1) Ψ sent"
-    return Report(True, f"ZeRO2 is right on {enumerated(world_sizes)} ranks: {praise}")
+    return Report(True, f"ZeRO2 is right on {ranks(*world_sizes)}: {praise}")
 
 
 def _counted(fn: Callable, world_size: int, seed: int, timeout: float) -> Report | None:

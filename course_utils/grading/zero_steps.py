@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_utils.grading.judged import drawn, enumerated
+from course_utils.grading.judged import drawn
+from course_utils.grading.wording import enumerated
 from course_utils.links.live import BACKEND
 from course_utils.timeline import recording
 from course_utils.traffic import count

@@ -49,6 +49,7 @@ class Exchange:
             if left > 0:
                 self._wait(None if left == math.inf else left)
             elif until == next_look and start is not None:  # is it certain that they can't ever finish?
+                # asked twice, for a rank's answer may be older than its result and yet come in after it
                 if all(report.mismatch(self.fates(asking=missing)) for _ in range(2)):
                     self.hopeless = True
                     break

@@ -1,16 +1,17 @@
-"""What the two exercises of notebook 03 share: tables and words of their reports.
+"""What reports share: words for numbers of things, tables, and whole reports on what many exercises meet.
 
-`gradient_table` and `traffic_table` are tables; `within`, `on_ranks` and `operations` are for headlines. Reports are
-`failed`, on ranks that raised or hang; `unseen`, on right gradients for which too little was counted; and `resized`, on
-a model that has other parameters than before.
+Words are `enumerated`, `times`, `ranks` and `operations`; `within` puts a place before a headline. Tables are
+`verdict_table` of a diagnosis and `traffic_table` of what was counted. Reports are `failed`, on ranks that raised or
+hang; `unseen`, on right gradients for which too little was counted; and `resized`, on a model that has other parameters
+than before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from course_utils.gradients import Diagnosis
-from course_utils.grading.judged import enumerated, times
 from course_utils.grading.reports import Report, Row
 from course_utils.traffic import Traffic
 from course_utils.world import RankError, RankTimeout
@@ -18,20 +19,50 @@ from course_utils.world import RankError, RankTimeout
 Table = tuple[tuple[str, ...], tuple[Row, ...]]
 
 
-def within(where: str, report: Report) -> Report:
-    """The same report, its headline told where it happened."""
-    return Report(report.passed, f"{where}: {report.headline}", report.columns, report.rows, report.detail, report.hint)
+def enumerated(things: Iterable) -> str:
+    """
+    >>> enumerated([2, 3, 4]), enumerated([2])
+    ('2, 3 and 4', '2')
+    """
+    *most, last = map(str, things)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
-def gradient_table(diagnosis: Diagnosis) -> Table:
-    """One line for each parameter, in the doctor's words."""
+def times(number: int, what: str) -> str:
+    """
+    >>> times(1, "bucket"), times(3, "bucket")
+    ('1 bucket', '3 buckets')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def ranks(*numbers: int) -> str:
+    """
+    >>> ranks(2, 3, 4), ranks(1)
+    ('2, 3 and 4 ranks', '1 rank')
+    """
+    return f"{enumerated(numbers)} {'rank' if numbers == (1,) else 'ranks'}"
+
+
+def within(where: str, report: Report, after: str = "") -> Report:
+    """The same report, its headline told where it happened, and `after` at its end."""
+    return replace(report, headline=f"{where}: {report.headline}{after}")
+
+
+def verdict_table(diagnosis: Diagnosis, names: Iterable[str], head: str = "what it is") -> Table:
+    """One line for each tensor under its name in `names`, in the doctor's words; `head` says of what they are."""
     rows = []
-    for verdict in diagnosis:
+    for name, verdict in zip(names, diagnosis, strict=True):
         everyone = len(verdict.ranks) == diagnosis.world_size
         where = "all" if everyone else ", ".join(map(str, verdict.ranks))
         error = "" if verdict.error is None or verdict.healthy else f"{verdict.error:.2g}"
-        rows.append(Row(verdict.healthy, (f"{verdict.name}.grad", verdict.words, where, error)))
-    return ("", "what it is", "wrong on ranks", "largest error"), tuple(rows)
+        rows.append(Row(verdict.healthy, (name, verdict.words, where, error)))
+    return ("", head, "wrong on ranks", "largest error"), tuple(rows)
+
+
+def gradient_table(diagnosis: Diagnosis) -> Table:
+    """One line for each parameter's gradient."""
+    return verdict_table(diagnosis, [f"{verdict.name}.grad" for verdict in diagnosis])
 
 
 def traffic_table(rank: int, traffic: Traffic, wrong: Sequence = ()) -> Table:
@@ -60,14 +91,6 @@ def operations(rows: Sequence) -> str:
     """
     names = [row.operation.replace("_", "-") for row in rows]
     return enumerated(times(names.count(name), name) for name in dict.fromkeys(names))
-
-
-def on_ranks(world_sizes: Sequence[int]) -> str:
-    """
-    >>> on_ranks([2, 3]), on_ranks([1])
-    ('2 and 3 ranks', '1 rank')
-    """
-    return f"{enumerated(world_sizes)} rank{'' if list(world_sizes) == [1] else 's'}"
 
 
 def unseen(found: list[dict], needed: int) -> Report | None:
