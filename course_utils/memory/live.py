@@ -112,13 +112,10 @@ def _parameters(model: nn.Module, sharded: list) -> list[Tensor]:
 
 
 def _fsdp_parameters(model: nn.Module) -> Iterator:
-    seen = set()
-    for module in model.modules():
-        if _is(module, "torch.distributed.fsdp", "FSDPModule"):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if id(group) not in seen:  # the modules of one `fully_shard([a, b])` share theirs
-                    yield from group.fsdp_params
-                seen.add(id(group))
+    modules = (module for module in model.modules() if _is(module, "torch.distributed.fsdp", "FSDPModule"))
+    groups = (group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups)
+    for group in dict.fromkeys(groups):  # each once: the modules of one `fully_shard([a, b])` share theirs
+        yield from group.fsdp_params
 
 
 def _unsharded(fsdp_parameter) -> list[Tensor]:

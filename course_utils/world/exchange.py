@@ -97,7 +97,8 @@ class Exchange:
             self.joined.add(rank)
         else:
             self.replies[rank] = (kind, content)
-            self.places.pop(rank, None)  # where it was a moment ago: it has called more since
+            if rank in self.places:  # where it was a moment ago: it has answered, and called more since
+                self.places[rank] = {}
 
     def _drain(self) -> None:
         """Everything that was printed before the answer is in the pipe by now; who goes on printing is cut off."""
